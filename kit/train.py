@@ -1,0 +1,277 @@
+"""Training: the job's side, started on every rank by `accelerate launch -m kit.train RUN_FOLDER`."""
+
+import dataclasses
+import math
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from peft import LoraConfig
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from kit import checkpoint, files, model
+from kit.data import Dataset
+from kit.encode import IGNORE
+from kit.errors import KitError
+from kit.recipe import Recipe
+from kit.run import Run
+
+RANK = int(os.environ.get("RANK", 0))
+ON_GPU = torch.cuda.is_available()
+
+
+def enable_cpu_fsdp() -> None:
+    """Let accelerate shard CPU processes: 1.15 picks MULTI_CPU for gloo ranks and drops the FSDP plugin."""
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows to (batch, length) tensors. Positions restart at each document and there is no mask.
+
+    So documents do not see each other: transformers derives the blocks from the positions, and a two-dimensional mask
+    would switch that off. A padding token has position 0, a document of its own.
+    """
+
+    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=fill)
+
+    positions = [[i for length in row["seq_lengths"] for i in range(length)] for row in rows]
+    return {
+        "input_ids": padded([row["input_ids"] for row in rows], 0),
+        "labels": padded([row["labels"] for row in rows], IGNORE),
+        "position_ids": padded(positions, 0),
+    }
+
+
+def count_tokens(positions: torch.Tensor) -> torch.Tensor:
+    """Tokens that are no padding: a padding token has position 0 and no position 1 after it."""
+    starts = (positions[:, :-1] == 0) & (positions[:, 1:] == 1)
+    return (positions > 0).sum() + starts.sum()
+
+
+class Trainer(SFTTrainer):  # type: ignore[misc]
+    """TRL's trainer, with the pace logged beside the loss."""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch; its tokens are counted on the device, without waiting for it."""
+        self.tokens = getattr(self, "tokens", 0) + count_tokens(inputs["position_ids"])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds step_s and tokens_per_s (of all ranks, since the last log) and corrects TRL's num_tokens."""
+        now, step = time.monotonic(), self.state.global_step
+        before, at_step, tokens_then = getattr(self, "last_log", (now, step, 0))
+        if "loss" in logs:
+            total = int(self.accelerator.reduce(self.tokens.float()).item())
+            self._metrics["train"]["num_tokens"] = [total]
+            if step > at_step:
+                seconds = now - before
+                logs |= {"step_s": seconds / (step - at_step), "tokens_per_s": (total - tokens_then) / seconds}
+            self.last_log = (now, step, total)
+        super().log(logs, start_time)
+
+
+class Watcher(TrainerCallback):  # type: ignore[misc]
+    """Tells how far the run is, and looks at every checkpoint before the run goes on."""
+
+    def __init__(self, run: Run, console: TextIO) -> None:
+        self.run, self.console, self.evals = run, console, []  # type: ignore[var-annotated]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first moment at which the pace can be measured."""
+        self.began, self.first_step = time.monotonic(), state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        """A line in the job's log and state/progress.json, from rank 0."""
+        if "eval_loss" in logs:
+            self.evals.append((state.global_step, logs["eval_loss"]))
+            self._say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
+        elif "loss" in logs:
+            pace = (time.monotonic() - self.began) / max(1, state.global_step - self.first_step)
+            left = pace * (state.max_steps - state.global_step)
+            self._say(
+                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {pace:.2f} s/step  "
+                f"{_duration(left)} left"
+            )
+            if RANK == 0:
+                progress = {"step": state.global_step, "max_steps": state.max_steps, "eta_s": left, "time": time.time()}
+                files.write_json(self.run.path / "state" / "progress.json", progress)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Raises KitError on rank 0 if the checkpoint lacks keys or bytes: better now than in 8 hours."""
+        PartialState().wait_for_everyone()
+        if RANK == 0:
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            finish_checkpoint(path, model)
+            self._say(f"step {state.global_step}/{state.max_steps}  saved {path.name}")
+
+    def _say(self, text: str) -> None:
+        if RANK == 0:
+            print(text, file=self.console, flush=True)
+
+
+def finish_checkpoint(path: Path, trained: Any) -> None:
+    """Adds adapter_config.json, gives every file the umask's mode, and checks keys and bytes."""
+    config = getattr(trained, "peft_config", None)
+    if config:
+        config["default"].save_pretrained(path)  # a sharded checkpoint holds none
+    for file in path.rglob("*"):
+        file.chmod(files.umask_mode(0o777 if file.is_dir() else 0o666))  # safetensors 0.8 writes 0600
+    found = checkpoint.inspect(path)
+    problems = list(found.problems)
+    expected = sum("lora_" in name for name, _ in trained.named_parameters()) if config else 0
+    if found.lora_tensors != expected:
+        problems.append(f"it holds {found.lora_tensors} of {expected} adapter tensors")
+    if problems:
+        raise KitError(
+            f"The checkpoint {path} is not usable, so the run stops here: {'; '.join(problems)}. "
+            "A known cause: peft 0.21 with FSDP1 saves an empty adapter; use fsdp2 or peft 0.20."
+        )
+
+
+def settings(run: Run, steps: int) -> SFTConfig:
+    """The recipe in the trainer's words."""
+    recipe, s = run.recipe, run.recipe.schedule
+    plain_checkpointing = recipe.parallel.activation_checkpointing and not is_sharded(recipe)
+    return SFTConfig(
+        output_dir=str(run.path / "checkpoints"), run_name=run.path.name, report_to=["wandb"], disable_tqdm=True,
+        max_steps=steps, per_device_train_batch_size=s.micro_batch, per_device_eval_batch_size=s.eval_batch,
+        gradient_accumulation_steps=s.grad_accum, optim=s.optimizer, learning_rate=s.lr, weight_decay=s.weight_decay,
+        lr_scheduler_type=s.scheduler, warmup_steps=math.ceil(s.warmup_ratio * steps), seed=s.seed,
+        logging_steps=s.log_every, logging_first_step=True,
+        logging_nan_inf_filter=False,  # a NaN must be seen
+        eval_strategy="steps" if s.eval_every else "no", eval_steps=s.eval_every or None,
+        save_strategy="steps", save_steps=s.save_every or steps, save_total_limit=s.keep,
+        use_cpu=not ON_GPU, bf16=ON_GPU, tf32=ON_GPU or None,
+        gradient_checkpointing=plain_checkpointing,  # FSDP's own is switched on in accelerate.yaml
+        gradient_checkpointing_kwargs={"use_reentrant": False} if plain_checkpointing else None,
+        ddp_find_unused_parameters=False, remove_unused_columns=False, max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+
+
+def is_sharded(recipe: Recipe) -> bool:
+    """Whether weights are spread over ranks; a single CPU process cannot be."""
+    return recipe.parallel.strategy in ("fsdp1", "fsdp2") and (ON_GPU or recipe.world_size > 1)
+
+
+def load_base(recipe: Recipe) -> Any:
+    """The base model: bf16 on GPUs as the recipe says, fp32 on CPUs; ranks that rank 0 will fill hold no weights."""
+    dtype = getattr(torch, recipe.model.dtype) if ON_GPU else torch.float32
+    if ON_GPU and is_sharded(recipe) and RANK > 0 and recipe.model.name.endswith(".json"):
+        with init_empty_weights(include_buffers=False):
+            base = model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
+        base.tie_weights()
+        return base
+    return model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
+
+
+def build_trainer(run: Run, console: TextIO) -> Trainer:
+    """The trainer for a run folder; the dataset is memory-mapped, never tokenised here."""
+    recipe, dataset = run.recipe, Dataset(Path(run.info["dataset"]))
+    splits = dataset.manifest["splits"]
+    lora = LoraConfig(
+        r=recipe.tuning.r, lora_alpha=recipe.tuning.alpha, lora_dropout=recipe.tuning.dropout, task_type="CAUSAL_LM",
+        target_modules=list(recipe.tuning.target_modules),
+    )  # fmt: skip
+    trainer = Trainer(
+        model=load_base(recipe),
+        args=settings(run, recipe.optimizer_steps(splits["train"]["rows"])),
+        data_collator=collate,
+        train_dataset=dataset.rows("train"),
+        eval_dataset=dataset.rows("eval") if "eval" in splits else None,
+        processing_class=AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
+        peft_config=lora if recipe.tuning.method == "lora" else None,
+        callbacks=[Watcher(run, console)],
+    )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        # With an output_dtype the loss itself is cast to bf16: steps of 1/128 near 1.1. It stays fp32 without.
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+    return trainer
+
+
+def train(run: Run, console: TextIO) -> None:
+    """From the newest complete checkpoint, or the start, to the last step; leaves state/result.json."""
+    trainer = build_trainer(run, console)
+    done = [c for c in run.checkpoints() if checkpoint.complete(c)]
+    if RANK == 0 and done:
+        print(f"resuming from {done[-1].name}", file=console, flush=True)
+    evaluates = trainer.eval_dataset is not None
+    if evaluates and not done:
+        trainer.args.eval_on_start = True
+    trainer.train(resume_from_checkpoint=str(done[-1]) if done else None)
+    watcher = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watcher))
+    if evaluates and (not watcher.evals or watcher.evals[-1][0] < trainer.state.global_step):
+        trainer.evaluate()
+    if RANK == 0:
+        files.write_json(run.path / "state" / "result.json", _result(trainer, watcher, bool(done)))
+
+
+def _result(trainer: Trainer, watcher: Watcher, resumed: bool) -> dict[str, Any]:
+    history = [h for h in trainer.state.log_history if "loss" in h]
+    return {
+        "steps": trainer.state.global_step, "loss": history[-1]["loss"] if history else None, "resumed": resumed,
+        "eval_loss_before": watcher.evals[0][1] if watcher.evals and not resumed else None,
+        "eval_loss_after": watcher.evals[-1][1] if watcher.evals else None,
+        "step_s": sorted(h["step_s"] for h in history if "step_s" in h)[len(history) // 2 - 1] if history[2:] else None,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None,
+    }  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def own_log(run: Run) -> TextIO:
+    """Send this rank's output to logs/rank-<n>.log; returns the job's log, for lines that matter to everyone."""
+    console = os.fdopen(os.dup(1), "w")
+    log = os.open(run.path / "logs" / f"rank-{RANK:03}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return console
+
+
+def main() -> int:
+    """Exit code 0, or the error's own; what went wrong stands in the job's log and in the rank's."""
+    run = Run.attach(sys.argv[1])
+    console = own_log(run)
+    if not ON_GPU:
+        enable_cpu_fsdp()
+    try:
+        train(run, console)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except Exception as error:
+        traceback.print_exc()
+        where = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        first = str(error).strip().split("\n")[0]
+        print(f"[rank {RANK} on {where}] {type(error).__name__}: {first} (logs/rank-{RANK:03}.log)", file=console)
+        return error.exit_code if isinstance(error, KitError) else 1
+    finally:
+        console.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
