@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from kit.run import Run
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
          "DEADLINE", "LOST")  # fmt: skip
+# What Slurm's line in the log says, most telling first.
+ENDED_BY = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "CANCELLED": "CANCELLED"}
 SILENT = 120  # seconds without a heartbeat (one every 10) after which a job that Slurm forgot counts as gone
 
 
@@ -47,8 +49,8 @@ class State:
 
 
 def witness(run: Run, source: str, **facts: Any) -> None:
-    """Append a record to the run's ledger: one line, one write."""
-    line = json.dumps({"time": time.time(), "source": source, **facts}) + "\n"
+    """Append a record of the run's present job to the ledger: one line, one write."""
+    line = json.dumps({"time": time.time(), "source": source, "job_id": run.job_id, **facts}) + "\n"
     handle = os.open(run.path / "state" / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         os.write(handle, line.encode())
@@ -57,17 +59,29 @@ def witness(run: Run, source: str, **facts: Any) -> None:
 
 
 def records(run: Run) -> list[dict[str, Any]]:
-    """Every record: the ledger, the job's own start and exit files, the heartbeat."""
+    """Every record of the present job: the ledger, the job's own start and exit files, the heartbeat."""
     ledger = run.path / "state" / "ledger.jsonl"
     lines = ledger.read_text().splitlines() if ledger.exists() else []
-    out = [json.loads(line) for line in lines]
-    for kind in ("start", "exit"):
-        for path in sorted((run.path / "state").glob(f"{kind}.*.json")):
-            out.append({"source": kind, "restart": int(path.name.split(".")[1]), **files.read_json(path)})
+    out = [*map(json.loads, lines), *(record for _, record in _left(run))]
     heartbeat = run.path / "state" / "heartbeat"
     if heartbeat.exists():
-        out.append({"source": "heartbeat", "time": heartbeat.stat().st_mtime})
-    return sorted(out, key=lambda r: r["time"])
+        out.append({"source": "heartbeat", "time": heartbeat.stat().st_mtime, "job_id": run.job_id})
+    return sorted((r for r in out if r["job_id"] == run.job_id), key=lambda r: r["time"])
+
+
+def _left(run: Run) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files that the job's script leaves: start.<restart>.json and exit.<restart>.json."""
+    for path in sorted((run.path / "state").glob("*.*.json")):
+        kind, restart, _ = path.name.split(".")
+        yield path, {"source": kind, "restart": int(restart), **files.read_json(path)}
+
+
+def archive(run: Run) -> None:
+    """Before the run is submitted again: what the last job left goes into the ledger, under its own job id."""
+    for path, record in list(_left(run)):
+        witness(run, **record)
+        path.unlink()
+    (run.path / "state" / "heartbeat").unlink(missing_ok=True)
 
 
 def resolve(run: str, job_id: str | None, found: Iterable[dict[str, Any]], log: str, now: float) -> State:
@@ -97,9 +111,8 @@ def resolve(run: str, job_id: str | None, found: Iterable[dict[str, Any]], log: 
     if exit_file:
         if exit_file["exit_code"] == 0:
             return judged("COMPLETED")
-        if asked or "CANCELLED" in cause:
-            return judged("CANCELLED")
-        return judged("TIMEOUT" if "TIME LIMIT" in cause else "NODE_FAIL" if "NODE FAILURE" in cause else "FAILED")
+        told = (s for words, s in ENDED_BY.items() if words in cause)
+        return judged(next(told, "CANCELLED" if asked else "FAILED"))
     if said and not slurm.get("gone"):
         return judged(said)
     if asked:

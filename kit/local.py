@@ -26,8 +26,8 @@ PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
 def start(run: Run) -> None:
     """Start the run's script as a process of its own session, which outlives this one."""
-    job = int(time.time() * 10) % 10_000_000
-    run.note(job_id=f"local-{job}")
+    run.note(job_id=f"local-{int(time.time() * 10) % 10_000_000}")
+    _pid_file(run).unlink(missing_ok=True)
     with (run.path / "logs" / "runner.log").open("a") as log:
         command = [sys.executable, "-m", "kit.local", str(run.path)]
         subprocess.run(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
@@ -49,7 +49,7 @@ def execute(run: Run) -> int:
     _write_stand_ins(stand_ins)
     env = os.environ | {
         "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
-        "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name, "SLURM_JOB_NODELIST": "localhost",
+        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name, "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",
         "SLURM_SUBMIT_DIR": str(Path.cwd()),

@@ -25,13 +25,14 @@ export KIT_RUN={run}
 export KIT_PYTHON={python}
 {environment}
 restart=${{SLURM_RESTART_COUNT:-0}}
+: "${{KIT_JOB_ID:=$SLURM_JOB_ID}}"  # the local runner has ids of its own
 
 # Evidence of how the job ended, whole or absent: accounting may be off and nobody may be watching.
 record() {{ printf '%s\\n' "$2" > "$KIT_RUN/state/.$1" && mv "$KIT_RUN/state/.$1" "$KIT_RUN/state/$1"; }}
 finish() {{
   rc=$?
   kill "$heart" 2>/dev/null || true
-  record "exit.$restart.json" "{{\\"job_id\\": \\"$SLURM_JOB_ID\\", \\"exit_code\\": $rc, \\"signal\\": \\"$caught\\", \\"time\\": $(date +%s)}}"
+  record "exit.$restart.json" "{{\\"job_id\\": \\"$KIT_JOB_ID\\", \\"exit_code\\": $rc, \\"signal\\": \\"$caught\\", \\"time\\": $(date +%s)}}"
 }}
 caught="" step="" heart=""
 trap finish EXIT
@@ -40,7 +41,7 @@ trap 'stop TERM' TERM
 trap 'stop INT' INT
 while sleep 10; do date +%s > "$KIT_RUN/state/heartbeat"; done &
 heart=$!
-record "start.$restart.json" "{{\\"job_id\\": \\"$SLURM_JOB_ID\\", \\"nodes\\": \\"$SLURM_JOB_NODELIST\\", \\"time\\": $(date +%s)}}"
+record "start.$restart.json" "{{\\"job_id\\": \\"$KIT_JOB_ID\\", \\"nodes\\": \\"$SLURM_JOB_NODELIST\\", \\"time\\": $(date +%s)}}"
 
 {setup}# The head node's address comes from Slurm: node names need not resolve, and localhost would split the job.
 read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

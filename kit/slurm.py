@@ -63,14 +63,19 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
 
 
 def submit(run: Run) -> None:
-    """sbatch, or the local runner. Raises SubmitError with Slurm's own words."""
+    """sbatch, or the local runner; a run that was submitted before goes on where its last checkpoint is.
+
+    Raises SubmitError with Slurm's own words.
+    """
+    if run.job_id:
+        evidence.archive(run)
     if not available():
         return local.start(run)
     done = _command("sbatch", "--parsable", str(run.path / "job.sbatch"))
     if done.returncode != 0:
         raise SubmitError(f"sbatch refused {run.path / 'job.sbatch'}: {done.stderr.strip()}")
     run.note(job_id=done.stdout.strip().split(";")[0])
-    evidence.witness(run, "submit", job_id=run.job_id)
+    evidence.witness(run, "submit")
     return None
 
 
