@@ -1,0 +1,209 @@
+"""Step time, wall time and storage of a recipe on a cluster, in closed form; with kit.memory the whole forecast."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kit.cluster import Cluster, Link
+from kit.errors import InputError
+from kit.memory import Layout, Memory, Shape, frozen_bytes, load_shape, memory
+from kit.recipe import Recipe
+
+MATMUL = (
+    0.5  # what large matmuls and the kernels around them get of a GPU's bf16 peak; a CPU profile gives the sustained
+)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one optimizer step and hours of the run; None where the profile or the sizes do not say enough.
+
+    Ranges run from communication wholly hidden behind compute to not at all; `step_s` and `wall_h` are the middle.
+    """
+
+    optimizer_steps: int | None = None
+    step_s: float | None = None
+    step_range_s: tuple[float, float] | None = None
+    compute_s: float | None = None
+    communication_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    mfu: float | None = None
+    wall_h: float | None = None
+    split_h: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Sizes on disk in GB: a resumable checkpoint, the exported adapter (0 for full), the model to deploy."""
+
+    checkpoint_gb: float
+    adapter_gb: float
+    merged_gb: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `kit predict` answers."""
+
+    parameters: int
+    trainable_parameters: int
+    memory: Memory
+    time: Time
+    storage: Storage
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del plain["memory"]["warnings"]
+        return plain
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows and mean tokens a row of the train split, rows of the eval split; None where nothing is known."""
+
+    train_rows: int | None
+    eval_rows: int | None
+    row_tokens: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, manifest: dict[str, Any] | None) -> "Sizes":
+        """From a prepared folder's manifest, else from the recipe's own tokens where rows are packed."""
+        d = recipe.data
+        if manifest:
+            train, held_out = manifest["splits"]["train"], manifest["splits"].get("eval", {})
+            return cls(train["rows"], held_out.get("rows", 0), train["tokens"] / max(train["rows"], 1))
+        if d.tokens and d.packing:
+            return cls(math.ceil(d.tokens / d.seq_len), math.ceil(d.eval_tokens / d.seq_len), float(d.seq_len))
+        return cls(None, None, float(d.seq_len))
+
+
+def optimizer_steps(recipe: Recipe, rows: int | None) -> int | None:
+    """As transformers' Trainer counts them: batches are padded over ranks, the last accumulation may be short."""
+    s = recipe.schedule
+    if s.max_steps or rows is None:
+        return s.max_steps or None
+    batches = math.ceil(rows / (s.micro_batch * recipe.world_size))
+    return math.ceil(max(math.ceil(batches / s.grad_accum), 1) * s.epochs)
+
+
+def _flops(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[float, float, float]:
+    """Executed, useful and forward-only FLOPs of `tokens` in rows of `row` tokens.
+
+    A forward costs 2 per weight and token, causal attention 2 x row x query width a layer and token (half of the full
+    square). Backward costs that once for the inputs and once for trained weights, attention twice; checkpointing runs
+    the layers again, and TRL's fused loss its head (Kaplan et al. 2020; PaLM appendix B).
+    """
+    layers, head, attention = 2 * s.active * tokens, 2 * s.embedding * tokens, 2 * s.layers * row * s.query * tokens
+    passes = 3 if recipe.tuning.method == "full" else 2
+    useful = passes * (layers + head) + 3 * attention + (passes == 2) * 4 * s.trainable(recipe) * tokens
+    again = (layers + attention) * recipe.parallel.activation_checkpointing + head
+    return useful + again, useful, layers + head + attention
+
+
+def _ring(size: float, ranks: int, nodes: int, cluster: Cluster) -> float:
+    """Seconds in which an all-gather or reduce-scatter of `size` bytes passes the slowest link of a ring.
+
+    Every link carries (ranks - 1) / ranks of it: the intra link of each GPU, and the one NIC of each node.
+    """
+    links = [cluster.links.intra] * (ranks > nodes) + [cluster.links.inter] * (nodes > 1)
+    return max((size * (ranks - 1) / ranks / _rate(link) for link in links), default=0.0)
+
+
+def _rate(link: Link) -> float:
+    if not link.gb_s:
+        raise InputError(
+            f"The cluster's {link.kind!r} link has gb_s = 0; write what it moves in one direction, in GB/s."
+        )
+    return link.gb_s * 1e9 * link.efficiency
+
+
+def _communication(s: Shape, recipe: Recipe, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of communication in one optimizer step, and in one evaluation batch."""
+    p, y, ga = recipe.parallel, Layout.of(recipe, cluster), recipe.schedule.grad_accum
+    gradient = s.trainable(recipe) * y.compute
+    if y.shards[0] == 1:  # DDP all-reduces once; ZeRO-1 and 2 reduce-scatter, ZeRO-2 in each micro-batch, and gather
+        return ((ga if y.shards[1] > 1 else 1) + 1) * _ring(gradient, recipe.world_size, p.nodes, cluster), 0.0
+    ranks, nodes = y.shards[0], p.nodes if y.shards[0] == recipe.world_size else 1
+    weights = frozen_bytes(s, recipe.tuning.method, y.frozen)[0] + gradient
+    root = {"fsdp1": s.embedding + s.head, "fsdp2": s.head or s.embedding}.get(p.strategy, 0) * y.compute
+    again = 0 if p.sharding == "grad_op" else weights - root  # backward gathers what was not kept
+    micro = _ring(weights + again, ranks, nodes, cluster)  # no third gather: checkpointing sits inside the unit
+    step = ga * micro + _ring(gradient, ranks, nodes, cluster)
+    if nodes < p.nodes:  # hybrid: the shards' gradients are all-reduced between nodes
+        step += 2 * gradient * (p.nodes - 1) / p.nodes / _rate(cluster.links.inter)
+    return step, _ring(weights, ranks, nodes, cluster)
+
+
+def _disk(cluster: Cluster, path: str) -> float:
+    """Bytes/s of the mount that holds the path, the deepest where several do; 1 GB/s where the profile names none."""
+    mounts = [m for m in cluster.storage.values() if path.startswith(m.path) and m.gb_s]
+    return max(mounts, key=lambda m: len(m.path)).gb_s * 1e9 if mounts else 1e9
+
+
+def _storage(s: Shape, recipe: Recipe, cluster: Cluster) -> Storage:
+    """Weights that train and optimizer state; the adapter as trained; the merged model in the model's dtype."""
+    y, n, full = Layout.of(recipe, cluster), s.trainable(recipe), recipe.tuning.method == "full"
+    stored = 4 if recipe.model.dtype == "float32" else 2
+    return Storage(n * (y.trained + y.optimizer) / 1e9, 0.0 if full else n * y.trained / 1e9, s.total * stored / 1e9)
+
+
+def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Storage) -> Time:
+    k, steps = recipe.schedule, optimizer_steps(recipe, sizes.train_rows)
+    rate = cluster.nodes.gpu_bf16_tflops * 1e12
+    if not rate:
+        return Time(optimizer_steps=steps)
+    tokens = k.micro_batch * k.grad_accum * sizes.row_tokens
+    executed, useful, _ = _flops(s, recipe, tokens, sizes.row_tokens)
+    reached = rate * (MATMUL if cluster.nodes.gpus else 1.0)
+    compute, (comm, comm_eval) = executed / reached, _communication(s, recipe, cluster)
+    low, high = max(compute, comm), compute + comm
+    step = (low + high) / 2
+    time = Time(steps, step, (low, high), compute, comm, tokens / step, useful / step / rate)
+    if steps is None:
+        return time
+    batches = math.ceil((sizes.eval_rows or 0) / (k.eval_batch * recipe.world_size))
+    forward = _flops(s, recipe, k.eval_batch * sizes.row_tokens, sizes.row_tokens)[2] / reached
+    evaluation = batches * (max(forward, comm_eval) + (forward + comm_eval)) / 2
+    saves = math.ceil(steps / k.save_every) if k.save_every else 1
+    seconds = {
+        "train": steps * step,
+        "eval": (steps // k.eval_every if k.eval_every else 0) * evaluation,
+        "save": saves * stored.checkpoint_gb * 1e9 / _disk(cluster, cluster.paths.runs),
+        "load": recipe.parallel.nodes * stored.merged_gb * 1e9 / _disk(cluster, cluster.paths.hf_home),
+    }
+    split = {part: value / 3600 for part, value in seconds.items()}
+    return replace(time, wall_h=sum(split.values()), split_h=split)
+
+
+def _warnings(recipe: Recipe, cluster: Cluster, sizes: Sizes, time: Time) -> Iterator[str]:
+    if sizes.train_rows is None and not recipe.schedule.max_steps:
+        yield "The data's size is unknown, so only the step is forecast: prepare it, or set data.tokens with packing."
+    elif sizes.eval_rows is None and recipe.schedule.eval_every:
+        yield "The size of the eval split is unknown; the forecast leaves evaluation out."
+    if time.step_s is None:
+        yield f"Cluster {cluster.name} gives no nodes.gpu_bf16_tflops, so no times are forecast."
+    elif recipe.parallel.offload:
+        yield "Offloaded transfers and the optimizer step on the CPU take time that the forecast leaves out."
+    if time.compute_s and time.communication_s and time.communication_s > 3 * time.compute_s:
+        yield (
+            f"Communication takes {time.communication_s / time.compute_s:.0f} times as long as compute: a larger "
+            "micro_batch with less grad_accum, hybrid sharding where it fits, or a faster link, would pay."
+        )
+    if time.wall_h and time.split_h and time.split_h["eval"] > 0.25 * time.wall_h:
+        yield f"Evaluation takes {time.split_h['eval'] / time.wall_h:.0%} of the run; raise eval_every or eval_batch."
+
+
+def predict(recipe: Recipe, cluster: Cluster, manifest: dict[str, Any] | None = None) -> Prediction:
+    """Memory, time and storage of a run; `manifest` is that of a prepared folder. Raises InputError.
+
+    On a CPU cluster `nodes.gpu_bf16_tflops` is what one process sustains in fp32; on GPUs it is the dense bf16 peak.
+    """
+    s, sizes, found = load_shape(recipe.model.name), Sizes.of(recipe, manifest), memory(recipe, cluster)
+    stored = _storage(s, recipe, cluster)
+    time = _time(s, recipe, cluster, sizes, stored)
+    warnings = (*found.warnings, *_warnings(recipe, cluster, sizes, time))
+    return Prediction(s.total, s.trainable(recipe), found, time, stored, warnings)
