@@ -11,7 +11,6 @@ _HOME = {
     "predict": "timing",
     "launch": "slurm",
     "watch": "board",
-    "execute": "execute",
     "KitError": "errors",
     "InputError": "errors",
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit import files
 from kit.errors import InputError
 
 ROLES = {"prompter": "user", "human": "user", "gpt": "assistant"}
@@ -37,7 +38,7 @@ def read(source: str, lang: str = "") -> tuple[list[Conversation], str]:
 
 def source_files(source: str) -> list[Path]:
     """The files that a source stands for; none for a hub id. Raises InputError for an empty folder."""
-    path = Path(source)
+    path = files.locate(source)
     if path.is_file():
         return [path]
     if path.is_dir():

@@ -80,6 +80,18 @@ def prepare(recipe: Recipe, out: Path = Path("prepared"), progress: Any = None) 
     return Dataset(path)
 
 
+def find_prepared(recipe: Recipe, out: Path = Path("prepared")) -> Dataset | None:
+    """The newest folder prepared with these settings, found without reading the data or loading a tokenizer."""
+    found = [p for p in out.glob("*/manifest.json") if files.read_json(p)["settings"] == _settings(recipe)]
+    return Dataset(max(found, key=lambda p: p.stat().st_mtime).parent) if found else None
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe shapes the rows."""
+    data = {k: v for k, v in vars(recipe.data).items() if k not in ("tokens", "eval_tokens")}
+    return {"model": recipe.model.name, "data": data, "seed": recipe.schedule.seed}
+
+
 @contextmanager
 def _one_builder(path: Path) -> Iterator[None]:
     """Many may start at once; one builds, the others wait and find it done."""
@@ -91,8 +103,8 @@ def _one_builder(path: Path) -> Iterator[None]:
 
 def _digest(recipe: Recipe) -> str:
     """sha256 over the input bytes, the settings that shape rows, the tokenizer's files and the code that makes them."""
-    settings = {k: v for k, v in vars(recipe.data).items() if k not in ("tokens", "eval_tokens")}
-    total = hashlib.sha256(json.dumps([settings, recipe.schedule.seed], sort_keys=True).encode())
+    settings = _settings(recipe) | {"model": ""}  # the tokenizer's files count, not their place
+    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     tokenizer = Path(model.source(recipe.model.name))
     inputs = source_files(recipe.data.source)
     inputs += [p for p in sorted(tokenizer.iterdir()) if "token" in p.name or p.suffix == ".jinja"]
@@ -121,7 +133,7 @@ def _build(recipe: Recipe, digest: str, path: Path, progress: Any) -> None:
     with files.new_folder(path) as folder:
         sizes = {name: _write(folder / name, docs, recipe) for name, docs in splits.items() if docs}
         tokenizer.save_pretrained(folder / "tokenizer")
-        files.write_json(folder / "manifest.json", _manifest(digest, reason, sizes, ledger, splits))
+        files.write_json(folder / "manifest.json", _manifest(digest, reason, sizes, ledger, splits) | {"settings": _settings(recipe)})
     progress(f"{sizes['train']['rows']} rows for training")
 
 

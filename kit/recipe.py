@@ -118,7 +118,7 @@ class Recipe:
             known = [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
             if name not in known:
                 raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, self.keys())}")
-            kind = schema._types(type(section))[name]
+            kind = schema.types_of(type(section))[name]
             value = schema.parse(value, kind, f"override: {key}") if isinstance(value, str) else value
             (tables[table] if table else tables)[name] = value
         return schema.build(type(self), tables, "override") if changes else self

@@ -19,8 +19,6 @@ from kit.cluster import Cluster
 from kit.errors import InputError
 from kit.recipe import Recipe
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
 
 @dataclass(frozen=True)
 class Run:
@@ -49,9 +47,11 @@ class Run:
 
     @classmethod
     def attach(cls, ref: "str | Path | Run") -> "Run":
-        """A run by folder, folder name or job id. Raises InputError that says where it looked."""
+        """A run by folder, folder name or job id; "latest" is the newest. Raises InputError that says where it looked."""
         if isinstance(ref, Run):
             return ref
+        if ref == "latest" and (newest := next(runs(), None)):
+            return newest
         if (Path(ref) / "run.json").is_file():
             return cls(Path(ref).absolute())
         for run in runs():
@@ -112,11 +112,11 @@ def _new_name(root: Path, name: str) -> Path:
 
 
 def _constraints_digest() -> str:
-    path = REPOSITORY / "env" / "constraints.txt"
+    path = files.REPOSITORY / "env" / "constraints.txt"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def git_state(folder: Path = REPOSITORY) -> str:
+def git_state(folder: Path = files.REPOSITORY) -> str:
     """The commit, with -dirty where the tree differs from it; empty outside a git checkout."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kit import files
 from kit.errors import InputError
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 @functools.cache
-def _types(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -42,7 +43,7 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     for name, field in fields.items():
         here = f"{where}: {name}" if where.endswith("]") or ":" not in where else f"{where}.{name}"
         if name in values:
-            out[name] = coerce(values[name], _types(cls)[name], here)
+            out[name] = coerce(values[name], types_of(cls)[name], here)
             _check_range(out[name], field.metadata, here)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError(f"{here} is missing and has no default.")
@@ -117,7 +118,9 @@ def parse(text: str, kind: Any, where: str) -> Any:
         by_text = {str(a): a for a in args}
         return coerce(by_text.get(text, text), kind, where)
     if origin in (list, tuple, dict):
-        return coerce(_json(text, where) if text[:1] in "[{" else text.split(","), kind, where)
+        if text[:1] in ("[", "{"):
+            return coerce(_json(text, where), kind, where)
+        return coerce([parse(item.strip(), args[0], where) for item in text.split(",")], kind, where)
     return coerce(text, kind, where)
 
 
@@ -149,7 +152,7 @@ def find(name: str | Path, kind: str) -> Path:
     """A recipe or cluster file: the path as given, else `NAME.toml` in ./env/<kind>, else one shipped with the kit."""
     if Path(name).is_file():
         return Path(name)
-    shipped = Path(__file__).resolve().parents[1] / "env" / kind
+    shipped = files.REPOSITORY / "env" / kind
     for folder in (Path("env") / kind, shipped):
         if (path := folder / f"{name}.toml").is_file():
             return path

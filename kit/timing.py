@@ -8,8 +8,9 @@ from typing import Any
 
 from kit.cluster import Cluster, Link
 from kit.errors import InputError
-from kit.memory import Layout, Memory, Shape, frozen_bytes, load_shape, memory
+from kit.memory import Layout, Memory, frozen_bytes, memory
 from kit.recipe import Recipe
+from kit.shape import Shape, load_shape
 
 MATMUL = (
     0.5  # what large matmuls and the kernels around them get of a GPU's bf16 peak; a CPU profile gives the sustained
@@ -60,6 +61,25 @@ class Prediction:
         del plain["memory"]["warnings"]
         return plain
 
+    def lines(self) -> list[str]:
+        """The forecast for a person."""
+        m, t, d = self.memory, self.time, self.storage
+        out = [
+            f"{self.parameters:,} parameters, {self.trainable_parameters:,} of them trained",
+            f"memory: {m.verdict}; peak {m.allocated_gib:.1f} GiB allocated in {m.peak_phase}, "
+            f"{m.device_gib[0]:.1f} to {m.device_gib[1]:.1f} GiB of {m.capacity_gib:.1f} on the device",
+            *([f"cheapest fix: {m.cheapest_fix}"] if m.cheapest_fix else []),
+        ]
+        if t.step_s:
+            out.append(f"time: {t.step_s:.2f} s a step, {t.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {t.mfu:.1%}")
+        if t.wall_h is not None and t.split_h:
+            parts = ", ".join(f"{name} {hours:.2f}" for name, hours in t.split_h.items())
+            out.append(f"{t.optimizer_steps} steps in {t.wall_h:.2f} h ({parts})")
+        out.append(
+            f"storage: checkpoint {d.checkpoint_gb:.2f} GB, adapter {d.adapter_gb:.3f} GB, merged {d.merged_gb:.1f} GB"
+        )
+        return out + [f"warning: {w}" for w in self.warnings]
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -79,15 +99,6 @@ class Sizes:
         if d.tokens and d.packing:
             return cls(math.ceil(d.tokens / d.seq_len), math.ceil(d.eval_tokens / d.seq_len), float(d.seq_len))
         return cls(None, None, float(d.seq_len))
-
-
-def optimizer_steps(recipe: Recipe, rows: int | None) -> int | None:
-    """As transformers' Trainer counts them: batches are padded over ranks, the last accumulation may be short."""
-    s = recipe.schedule
-    if s.max_steps or rows is None:
-        return s.max_steps or None
-    batches = math.ceil(rows / (s.micro_batch * recipe.world_size))
-    return math.ceil(max(math.ceil(batches / s.grad_accum), 1) * s.epochs)
 
 
 def _flops(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[float, float, float]:
@@ -152,7 +163,8 @@ def _storage(s: Shape, recipe: Recipe, cluster: Cluster) -> Storage:
 
 
 def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Storage) -> Time:
-    k, steps = recipe.schedule, optimizer_steps(recipe, sizes.train_rows)
+    k = recipe.schedule
+    steps = recipe.optimizer_steps(sizes.train_rows) if k.max_steps or sizes.train_rows is not None else None
     rate = cluster.nodes.gpu_bf16_tflops * 1e12
     if not rate:
         return Time(optimizer_steps=steps)
@@ -168,10 +180,12 @@ def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Stor
     batches = math.ceil((sizes.eval_rows or 0) / (k.eval_batch * recipe.world_size))
     forward = _flops(s, recipe, k.eval_batch * sizes.row_tokens, sizes.row_tokens)[2] / reached
     evaluation = batches * (max(forward, comm_eval) + (forward + comm_eval)) / 2
+    # kit.train evaluates at the start, every eval_every steps, and at the end
+    evaluations = 1 + (math.ceil(steps / k.eval_every) if k.eval_every else 1)
     saves = math.ceil(steps / k.save_every) if k.save_every else 1
     seconds = {
         "train": steps * step,
-        "eval": (steps // k.eval_every if k.eval_every else 0) * evaluation,
+        "eval": evaluations * evaluation,
         "save": saves * stored.checkpoint_gb * 1e9 / _disk(cluster, cluster.paths.runs),
         "load": recipe.parallel.nodes * stored.merged_gb * 1e9 / _disk(cluster, cluster.paths.hf_home),
     }

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import memory as m
+from kit import shape
 from kit.cluster import Cluster, Nodes
 from kit.errors import InputError
+from kit.shape import Shape, load_shape, shape_of, shipped
 from kit.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
 
 SHARED = Path(os.environ.get("KIT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -23,7 +25,7 @@ PUBLISHED = SHARED / "truth" / "published.csv"
 LLAMA_8B, LLAMA_405B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-405B-Instruct"
 H100 = Cluster("h100", Nodes(count=1, gpus=8, gpu="H100", gpu_memory_gib=79.6, cpus=64, ram_gib=1000.0))
 CPU = Cluster("cpu", Nodes(count=1, gpus=0, cpus=2, ram_gib=24.0))
-TABLE: dict[str, Any] = json.loads(Path(m.__file__).with_name("shapes.json").read_text())
+TABLE: dict[str, Any] = json.loads(Path(shape.__file__).with_name("shapes.json").read_text())
 
 
 def recipe(model: str = LLAMA_8B, method: str = "full", strategy: str = "fsdp2", gpus: int = 4, **more: Any) -> Recipe:
@@ -39,7 +41,7 @@ def recipe(model: str = LLAMA_8B, method: str = "full", strategy: str = "fsdp2",
     return base.override(**{key.replace("__", "."): value for key, value in more.items()})
 
 
-def peak(shape: m.Shape, job: Recipe, cluster: Cluster = H100, **stack: bool) -> float:
+def peak(shape: Shape, job: Recipe, cluster: Cluster = H100, **stack: bool) -> float:
     return max(sum(terms.values()) for terms in m.phases(shape, job, cluster, **stack).values()) / m.GIB
 
 
@@ -49,7 +51,7 @@ def test_parameters_equal_those_of_the_model_built_by_transformers(name: str) ->
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**TABLE[name]))
     model.tie_weights()
-    assert m.load_shape(name).total == sum(p.numel() for p in model.parameters())
+    assert load_shape(name).total == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.20 asks transformers 5.24
@@ -74,11 +76,11 @@ def test_trainable_parameters_equal_those_that_peft_makes(name: str, modules: tu
         lora = peft.LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2")
         model = peft.get_peft_model(model, lora)
     job = recipe(name, "lora", tuning__r=8, tuning__target_modules=list(modules))
-    assert m.load_shape(name).trainable(job) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert load_shape(name).trainable(job) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def test_the_reference_model_has_its_published_size_and_adapter() -> None:
-    shape = m.load_shape(LLAMA_405B)
+    shape = load_shape(LLAMA_405B)
     assert shape.total == 405_853_388_800  # counted on the model of the hub's config.json
     assert shape.trainable(recipe(LLAMA_405B, "lora", tuning__r=32)) == 404_619_264
 
@@ -89,13 +91,13 @@ def test_a_shape_is_read_from_a_file_a_folder_or_the_hub_cache(tmp_path: Path, m
     (snapshot / "config.json").write_text(json.dumps(TABLE["gpt2"]))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name in (str(snapshot), str(snapshot / "config.json"), "some/model"):
-        assert m.load_shape(name).total == m.load_shape("gpt2").total
+        assert load_shape(name).total == load_shape("gpt2").total
 
 
 def test_a_model_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(InputError, match="HF_HOME") as error:
-        m.load_shape("meta-llama/Llama-3.1-8b")
+        load_shape("meta-llama/Llama-3.1-8b")
     assert str(tmp_path / "hub") in str(error.value)
     assert "did you mean 'meta-llama/Llama-3.1-8B'" in str(error.value)
 
@@ -109,7 +111,7 @@ def test_a_model_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, mo
 )
 def test_a_config_the_formulas_do_not_know_is_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        m.shape_of(config, "mine")
+        shape_of(config, "mine")
 
 
 def test_target_modules_that_match_nothing_are_named() -> None:
@@ -132,7 +134,7 @@ MEASURED = [
 def test_peaks_measured_on_gpus_are_met_within_one_percent(
     name: str, strategy: str, gpus: int, optimizer: str, tied: bool, truth: float
 ) -> None:
-    shape = replace(m.load_shape(name), tied=tied)
+    shape = replace(load_shape(name), tied=tied)
     found = peak(shape, recipe(name, "full", strategy, gpus, schedule__optimizer=optimizer))
     assert found == pytest.approx(truth, rel=0.01)
 
@@ -155,7 +157,7 @@ def published() -> list[tuple[dict[str, str], float]]:
         for row in csv.DictReader(file):
             kernels = row["notes"].partition(";")[0]
             if (
-                row["model"] in m.shipped()
+                row["model"] in shipped()
                 and row["peak_mem_GiB"]
                 and kernels in ("fw=none", "fw=accelerated-peft-bnb")
             ):
@@ -170,7 +172,7 @@ def published() -> list[tuple[dict[str, str], float]]:
                     tuning__dropout=0.0,
                     model__attention="flash_attention_2",
                 )
-                rows.append((row, peak(m.load_shape(row["model"]), job, fused=False, masters=False)))
+                rows.append((row, peak(load_shape(row["model"]), job, fused=False, masters=False)))
     return rows
 
 
@@ -240,7 +242,7 @@ def test_hybrid_sharding_holds_a_shard_per_node_and_offload_none() -> None:
 
 def test_zero_stages_spread_more_at_each_stage() -> None:
     """ZeRO paper, figure 1: 2 + 2 + 12 bytes per parameter, of which the stages divide 12, 14 and 16 by the ranks."""
-    parameters, ranks = m.load_shape(LLAMA_8B).total, 4
+    parameters, ranks = load_shape(LLAMA_8B).total, 4
     for strategy, divided in (("zero1", 12), ("zero2", 14), ("zero3", 16)):
         terms = m.memory(recipe(strategy=strategy), H100).phases_gib["first-layer backward"]
         state = terms["weights"] + terms["gradients"] + terms["optimizer"]
@@ -251,7 +253,7 @@ def test_zero_stages_spread_more_at_each_stage() -> None:
 def test_accumulation_keeps_whole_gradients_until_the_last_micro_batch() -> None:
     one = m.memory(recipe(), H100).phases_gib["loss"]
     four = m.memory(recipe(schedule__grad_accum=4), H100).phases_gib["loss"]
-    assert four["gradients"] - one.get("gradients", 0) == pytest.approx(m.load_shape(LLAMA_8B).total * 2 / m.GIB)
+    assert four["gradients"] - one.get("gradients", 0) == pytest.approx(load_shape(LLAMA_8B).total * 2 / m.GIB)
 
 
 SIZES = {
@@ -269,7 +271,7 @@ SIZES = {
 def test_more_work_never_takes_less_and_more_nodes_never_more_memory(
     seq: int, batch: int, strategy: str, method: str, sharding: str, checkpointing: bool
 ) -> None:
-    shape = m.load_shape(LLAMA_8B)
+    shape = load_shape(LLAMA_8B)
     job = recipe(
         LLAMA_8B, method, strategy, 8, data__seq_len=seq, schedule__micro_batch=batch, parallel__sharding=sharding,
         parallel__activation_checkpointing=checkpointing, parallel__nodes=2,
@@ -289,7 +291,7 @@ def test_the_forecast_needs_no_torch() -> None:
 
 
 def test_shapes_ship_beside_the_module(tmp_path: Path) -> None:
-    copy = shutil.copy(Path(m.__file__).with_name("shapes.json"), tmp_path)
+    copy = shutil.copy(Path(shape.__file__).with_name("shapes.json"), tmp_path)
     names = json.loads(Path(copy).read_text())
     assert all(target in names for target in names.values() if isinstance(target, str))
-    assert len(m.shipped()) == len(names)
+    assert len(shipped()) == len(names)
