@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("path")
     one.add_argument("--cold", action="store_true", help="evict first, and fail where that cannot be proven")
     add("plan", plan, "how often to save, and the storage that takes", "recipe", "cluster", "json", under=groups)
-    groups = add("adapter", lambda o: 2, "the adapter out of shards, into the base, onto a hub").add_subparsers(required=True)
+    groups = add("adapter", lambda o: 2, "the adapter out of shards, into the base, onto a hub").add_subparsers(
+        required=True
+    )
     one = add("export", export, "adapter_model.safetensors from a checkpoint or run", under=groups)
     one.add_argument("checkpoint")
     one.add_argument("out")
@@ -86,12 +88,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _recipe_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="recipe file, or the name of a shipped one")
-    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as schedule.lr=1e-4")
+    parser.add_argument(
+        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override, such as schedule.lr=1e-4"
+    )
 
 
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], Any]] = {
     "recipe": _recipe_option,
-    "cluster": lambda p: p.add_argument("--cluster", default="local", help="cluster profile or the name of a shipped one"),
+    "cluster": lambda p: p.add_argument(
+        "--cluster", default="local", help="cluster profile or the name of a shipped one"
+    ),
     "run": lambda p: p.add_argument("run", help="run folder, run name or job id"),
     "json": lambda p: p.add_argument("--json", action="store_true", help="one JSON object on stdout"),
 }
@@ -128,7 +134,9 @@ def check(options: argparse.Namespace) -> int:
     from kit.cluster import detect
 
     found = detect(Cluster.load(options.cluster))
-    lines = [f"{f.name:20} {f.value}  [{f.how}]" + (f"\n{'':20} PROBLEM: {f.problem}" if f.problem else "") for f in found]
+    lines = [
+        f"{f.name:20} {f.value}  [{f.how}]" + (f"\n{'':20} PROBLEM: {f.problem}" if f.problem else "") for f in found
+    ]
     _print(options, {"findings": [dataclasses.asdict(f) for f in found]}, lines)
     return int(any(f.problem for f in found))
 
@@ -160,14 +168,14 @@ def predict(options: argparse.Namespace) -> int:
 
 def lint(options: argparse.Namespace) -> int:
     """`kit lint`: exit 1 when there is an error."""
-    from kit.lint import fix, lint_file
+    from kit.lint import fix, lint_file, read_script
 
     cluster = Cluster.load(options.cluster) if options.cluster else None
     if options.fix:
         from kit.files import write
 
         for path in map(Path, options.scripts):
-            write(path, fix(path.read_text()))
+            write(path, fix(read_script(path)))
     found = [f for script in options.scripts for f in lint_file(Path(script), cluster)]
     lines = [f"{f.file}:{f.line}: {f.severity} {f.rule}: {f.message} {f.fix}" for f in found]
     _print(options, {"findings": [dataclasses.asdict(f) for f in found]}, lines)
@@ -182,7 +190,9 @@ def launch(options: argparse.Namespace) -> int:
     _print(options, {"run": str(run.path), "job_id": run.job_id}, [f"{run.path}", f"job {run.job_id}"])
     if not options.wait:
         return 0
-    _say(f"waiting; `kit watch {run.path.name}` shows it, Ctrl-C {'ends' if 'local' in str(run.job_id) else 'leaves'} it")
+    _say(
+        f"waiting; `kit watch {run.path.name}` shows it, Ctrl-C {'ends' if 'local' in str(run.job_id) else 'leaves'} it"
+    )
     end = slurm.wait(run)
     _say(f"{end.state}{': ' + end.cause if end.cause else ''}")
     return 0 if end.state == "COMPLETED" else end.exit_code or 1
@@ -206,8 +216,15 @@ def state(options: argparse.Namespace) -> int:
 
     found = state_of(Run.attach(options.run))
     code = "" if found.exit_code is None else f", exit code {found.exit_code}"
-    lines = [f"{found.run}: {found.state}{code} (confidence {found.confidence})", *([found.cause] if found.cause else [])]
-    _print(options, found.as_dict(), lines + [f"  {e}" for e in found.evidence] + [f"CONFLICT: {c}" for c in found.conflicts])
+    lines = [
+        f"{found.run}: {found.state}{code} (confidence {found.confidence})",
+        *([found.cause] if found.cause else []),
+    ]
+    _print(
+        options,
+        found.as_dict(),
+        lines + [f"  {e}" for e in found.evidence] + [f"CONFLICT: {c}" for c in found.conflicts],
+    )
     return 0
 
 
@@ -223,11 +240,12 @@ def cancel(options: argparse.Namespace) -> int:
 def watch(options: argparse.Namespace) -> int:
     """`kit watch`: the status line until the run ends, or once."""
     from kit.board import watch as board_of
+    from kit.evidence import ENDED
     from kit.files import write
 
     board = board_of(options.run)
-    if not options.once:
-        board.wait(progress=_say)
+    while not options.once and board.wait(5) not in ENDED:
+        _say(board.status())
     print(board.status())
     if options.html:
         write(Path(options.html), board.html())
@@ -245,7 +263,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def time_load(options: argparse.Namespace) -> int:
     """`kit checkpoint time`."""
-    from kit.checkpoint import time_load as measure
+    from kit.loadtime import time_load as measure
 
     found = measure(Path(options.path), cold=options.cold)
     _print(options, {"methods": [m.as_dict() for m in found]}, [str(m) for m in found])

@@ -111,7 +111,14 @@ class Finding:
 
 def detect(cluster: Cluster) -> list[Finding]:
     """What is here now, each finding with how it was found, and where it disagrees with the profile."""
-    return [_python(), *_slurm(cluster), _gpus(cluster), *_memory_and_cpus(cluster), *_storage(cluster), _network(cluster)]
+    return [
+        _python(),
+        *_slurm(cluster),
+        _gpus(cluster),
+        *_memory_and_cpus(cluster),
+        *_storage(cluster),
+        _network(cluster),
+    ]
 
 
 def _say(*words: str) -> str:
@@ -132,7 +139,9 @@ def _slurm(cluster: Cluster) -> list[Finding]:
         return [Finding("slurm", "none answers", "sinfo", "" if cluster.nodes.gpus == 0 else "jobs would run here")]
     config = _say("scontrol", "show", "config")
     accounting = "off" if "accounting_storage/none" in config else "on"
-    found = [Finding("slurm", f"{version.removeprefix('slurm ')}, accounting {accounting}", "sinfo, scontrol show config")]
+    found = [
+        Finding("slurm", f"{version.removeprefix('slurm ')}, accounting {accounting}", "sinfo, scontrol show config")
+    ]
     for line in lines.splitlines():
         partition, nodes, gres, limit, state = line.split("|")
         value = f"{nodes} nodes {state}, gres {gres}, time limit {limit}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def _build(recipe: Recipe, digest: str, path: Path, progress: Any) -> None:
     with files.new_folder(path) as folder:
         sizes = {name: _write(folder / name, docs, recipe) for name, docs in splits.items() if docs}
         tokenizer.save_pretrained(folder / "tokenizer")
-        files.write_json(folder / "manifest.json", _manifest(digest, reason, sizes, ledger, splits) | {"settings": _settings(recipe)})
+        files.write_json(
+            folder / "manifest.json", _manifest(digest, reason, sizes, ledger, splits) | {"settings": _settings(recipe)}
+        )
     progress(f"{sizes['train']['rows']} rows for training")
 
 
@@ -145,7 +148,7 @@ def _acceptable(conversation: Conversation, ledger: Ledger) -> bool:
         ledger.drop("no reply")
     elif any(role not in ("system", "user", "assistant") for role in roles):
         ledger.drop("unknown role")
-    elif any(a == b for a, b in zip(roles, roles[1:], strict=False)):
+    elif any(a == b for a, b in pairwise(roles)):
         ledger.drop("two messages of one role in a row")
     else:
         return True
@@ -157,12 +160,14 @@ def _fit(encoded: Encoded, recipe: Recipe, ledger: Ledger) -> Encoded | None:
     size, length = recipe.data.seq_len, len(encoded.ids)
     ledger.read_tokens += length
     if length > size and recipe.data.overlong == "drop":
-        return ledger.drop("longer than seq_len", length)
+        ledger.drop("longer than seq_len", length)
+        return None
     if length > size:
         # The end token stays, else the model learns that long replies never stop.
         encoded = Encoded([*encoded.ids[: size - 1], _end(encoded)], [*encoded.counts[: size - 1], True])
     if not any(encoded.counts[1:-1]):
-        return ledger.drop("no reply inside seq_len", length)
+        ledger.drop("no reply inside seq_len", length)
+        return None
     if length > size:
         ledger.drop("cut at seq_len", length - size, rows=0)
     ledger.kept_tokens += len(encoded.ids)
@@ -261,4 +266,3 @@ def preview(dataset: Dataset, split: str = "train", row: int = 0, tokens: int = 
         bar = '<hr style="border:0;border-top:2px dashed #334155">' if i in starts else ""
         parts.append(f"{bar}<span{style}>{html.escape(tokenizer.decode([token]))}</span>")
     return f'<div style="white-space:pre-wrap;font-family:monospace;font-size:12px">{"".join(parts)}</div>'
-

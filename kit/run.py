@@ -39,15 +39,15 @@ class Run:
         files.write(path / "cluster.toml", cluster.toml())
         run.note(
             name=path.name, job_id=None, wandb_id=secrets.token_hex(4), created=time.time(), host=socket.gethostname(),
-            user=getpass.getuser(), python=sys.executable, dataset=str(dataset.absolute()),
-            digests={"data": data_digest, "recipe": recipe.digest(), "constraints": _constraints_digest(), "git": git_state()},
+            user=getpass.getuser(), python=sys.executable, dataset=str(dataset.absolute()), git=git_state(),
+            digests={"data": data_digest, "recipe": recipe.digest(), "constraints": _constraints_digest()},
         )  # fmt: skip
         _remember(root)
         return run
 
     @classmethod
     def attach(cls, ref: "str | Path | Run") -> "Run":
-        """A run by folder, folder name or job id; "latest" is the newest. Raises InputError that says where it looked."""
+        """A run by folder, name or job id; "latest" is the newest. Raises InputError that says where it looked."""
         if isinstance(ref, Run):
             return ref
         if ref == "latest" and (newest := next(runs(), None)):
@@ -80,7 +80,8 @@ class Run:
     @property
     def job_id(self) -> str | None:
         """Slurm's job id, or local-<n>; None before the job was submitted."""
-        return self.info["job_id"]
+        job: str | None = self.info["job_id"]
+        return job
 
     @property
     def log(self) -> Path:

@@ -28,11 +28,15 @@ restart=${{SLURM_RESTART_COUNT:-0}}
 : "${{KIT_JOB_ID:=$SLURM_JOB_ID}}"  # the local runner has ids of its own
 
 # Evidence of how the job ended, whole or absent: accounting may be off and nobody may be watching.
-record() {{ printf '%s\\n' "$2" > "$KIT_RUN/state/.$1" && mv "$KIT_RUN/state/.$1" "$KIT_RUN/state/$1"; }}
+record() {{  # NAME FACTS: state/NAME.<restart>.json
+  local file=$1.$restart.json
+  printf '{{"job_id": "%s", "time": %s, %s}}\\n' "$KIT_JOB_ID" "$(date +%s)" "$2" > "$KIT_RUN/state/.$file"
+  mv "$KIT_RUN/state/.$file" "$KIT_RUN/state/$file"
+}}
 finish() {{
   rc=$?
   kill "$heart" 2>/dev/null || true
-  record "exit.$restart.json" "{{\\"job_id\\": \\"$KIT_JOB_ID\\", \\"exit_code\\": $rc, \\"signal\\": \\"$caught\\", \\"time\\": $(date +%s)}}"
+  record exit "\\"exit_code\\": $rc, \\"signal\\": \\"$caught\\""
 }}
 caught="" step="" heart=""
 trap finish EXIT
@@ -41,12 +45,12 @@ trap 'stop TERM' TERM
 trap 'stop INT' INT
 while sleep 10; do date +%s > "$KIT_RUN/state/heartbeat"; done &
 heart=$!
-record "start.$restart.json" "{{\\"job_id\\": \\"$KIT_JOB_ID\\", \\"nodes\\": \\"$SLURM_JOB_NODELIST\\", \\"time\\": $(date +%s)}}"
+record start "\\"nodes\\": \\"$SLURM_JOB_NODELIST\\""
 
 {setup}# The head node's address comes from Slurm: node names need not resolve, and localhost would split the job.
 read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 KIT_ADDRESS=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-[ -n "$KIT_ADDRESS" ] || {{ echo "No address for the head node $head: scontrol show node gives no NodeAddr." >&2; exit 1; }}
+[ -n "$KIT_ADDRESS" ] || {{ echo "scontrol show node gives no NodeAddr for the head node $head." >&2; exit 1; }}
 KIT_PORT=$((20000 + SLURM_JOB_ID % 12000))  # below the range of outgoing connections, another for each job
 export KIT_ADDRESS KIT_PORT
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}  # Slurm 22.05 and 23.02 do not hand it to srun

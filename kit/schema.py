@@ -5,7 +5,6 @@ Recipes and clusters come from TOML, notebook parameters from the command line; 
 
 import dataclasses
 import difflib
-import functools
 import json
 import tomllib
 import types
@@ -28,8 +27,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f"{hint}Valid: {', '.join(names)}."
 
 
-@functools.cache
 def types_of(cls: type) -> dict[str, Any]:
+    """A dataclass's annotations, resolved."""
     return typing.get_type_hints(cls)
 
 
@@ -52,7 +51,7 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def _check_range(value: Any, limits: Mapping[str, Any], where: str) -> None:
     low, high = limits.get("least"), limits.get("most")
-    if low is not None and value < low or high is not None and value > high:
+    if (low is not None and value < low) or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InputError(f"{where} is {value!r}; it must be {span}.")
 
@@ -81,7 +80,7 @@ def coerce(value: Any, kind: Any, where: str) -> Any:
         return Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind in (str, int, float, bool, Path, type(None)) and type(value) is kind or kind is Any:
+    if (kind in (str, int, float, bool, Path, type(None)) and type(value) is kind) or kind is Any:
         return value
     raise InputError(f"{where} is {value!r}; it must be {_name(kind)}.")
 
@@ -101,7 +100,7 @@ def _name(kind: Any) -> str:
 
 
 def parse(text: str, kind: Any, where: str) -> Any:
-    """Text from a command line as `kind`: `false` is a bool only where a bool is asked for, `007` stays text for str."""
+    """Text from a command line as `kind`: `false` is a bool only where one is asked for, `007` stays text for str."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if type(None) in args and text.lower() in ("none", "null"):

@@ -59,7 +59,9 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     if not available() and parallel.nodes > 1:
-        raise InputError(f"No Slurm answers here, and the local runner has one node; the recipe wants {parallel.nodes}.")
+        raise InputError(
+            f"No Slurm answers here, and the local runner has one node; the recipe wants {parallel.nodes}."
+        )
 
 
 def submit(run: Run) -> None:

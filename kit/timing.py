@@ -149,7 +149,7 @@ def _communication(s: Shape, recipe: Recipe, cluster: Cluster) -> tuple[float, f
     return step, _ring(weights, ranks, nodes, cluster)
 
 
-def _disk(cluster: Cluster, path: str) -> float:
+def disk_rate(cluster: Cluster, path: str) -> float:
     """Bytes/s of the mount that holds the path, the deepest where several do; 1 GB/s where the profile names none."""
     mounts = [m for m in cluster.storage.values() if path.startswith(m.path) and m.gb_s]
     return max(mounts, key=lambda m: len(m.path)).gb_s * 1e9 if mounts else 1e9
@@ -164,7 +164,7 @@ def _storage(s: Shape, recipe: Recipe, cluster: Cluster) -> Storage:
 
 def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Storage) -> Time:
     k = recipe.schedule
-    steps = recipe.optimizer_steps(sizes.train_rows) if k.max_steps or sizes.train_rows is not None else None
+    steps = k.max_steps or (None if sizes.train_rows is None else recipe.optimizer_steps(sizes.train_rows))
     rate = cluster.nodes.gpu_bf16_tflops * 1e12
     if not rate:
         return Time(optimizer_steps=steps)
@@ -186,8 +186,8 @@ def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Stor
     seconds = {
         "train": steps * step,
         "eval": evaluations * evaluation,
-        "save": saves * stored.checkpoint_gb * 1e9 / _disk(cluster, cluster.paths.runs),
-        "load": recipe.parallel.nodes * stored.merged_gb * 1e9 / _disk(cluster, cluster.paths.hf_home),
+        "save": saves * stored.checkpoint_gb * 1e9 / disk_rate(cluster, cluster.paths.runs),
+        "load": recipe.parallel.nodes * stored.merged_gb * 1e9 / disk_rate(cluster, cluster.paths.hf_home),
     }
     split = {part: value / 3600 for part, value in seconds.items()}
     return replace(time, wall_h=sum(split.values()), split_h=split)

@@ -22,7 +22,11 @@ def test_the_best_ranked_reply_wins_wherever_it_stands():
 
 
 def test_where_rank_0_was_deleted_the_next_counts():
-    replies = [node("a", "assistant", rank=0, deleted=True), node("c", "assistant", rank=2), node("b", "assistant", rank=1)]
+    replies = [
+        node("a", "assistant", rank=0, deleted=True),
+        node("c", "assistant", rank=2),
+        node("b", "assistant", rank=1),
+    ]
     assert ids(best_path(node("p", "prompter", replies=replies))) == ["p", "b"]
 
 
@@ -33,7 +37,9 @@ def test_an_unranked_sibling_comes_after_a_ranked_one():
 
 def test_the_longest_branch_wins_and_a_trailing_prompt_is_dropped():
     longer = node("q2", "prompter", replies=[node("a2", "assistant", replies=[node("q3", "prompter")])])
-    root = node("p", "prompter", replies=[node("a", "assistant", replies=[node("q1", "prompter", text="x" * 99), longer])])
+    root = node(
+        "p", "prompter", replies=[node("a", "assistant", replies=[node("q1", "prompter", text="x" * 99), longer])]
+    )
     assert ids(best_path(root)) == ["p", "a", "q2", "a2"]
 
 
@@ -65,7 +71,9 @@ def test_flat_messages_give_the_same_conversations_as_their_trees(tmp_path, real
 
 
 def test_chat_rows_are_read(tmp_path):
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}\n')
+    (tmp_path / "chat.jsonl").write_text(
+        '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}\n'
+    )
     found, reason = read(str(tmp_path), "")
     assert [m["role"] for m in found[0].messages] == ["user", "assistant"]
     assert "messages" in reason

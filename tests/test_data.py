@@ -64,7 +64,7 @@ def test_a_tree_never_stands_on_both_sides_and_additions_move_nothing(tmp_path, 
         return {c.id: _side(c, recipe) for c in read(str(tmp_path / "chat.jsonl"))[0]}
 
     rows = [{"id": str(i), "group": f"g{i // 2}", "messages": [{"role": "user", "content": "x"}]} for i in range(200)]
-    first, more = sides(rows), sides(rows[::-1] + [dict(rows[0], id="new", group="new")])
+    first, more = sides(rows), sides([*rows[::-1], dict(rows[0], id="new", group="new")])
     assert all(first[str(i)] == first[str(i + 1)] for i in range(0, 200, 2))
     assert {k: more[k] for k in first} == first
     assert 0.05 < sum(s == "eval" for s in first.values()) / 200 < 0.3

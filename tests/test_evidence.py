@@ -54,8 +54,8 @@ BEAT = {"source": "heartbeat", "time": 45}
         ([said("PENDING"), {"source": "cancel", "time": 70}, GONE], "", "CANCELLED", None),
         ([said("TIMEOUT", exit_code=0), start()], "", "TIMEOUT", 0),
         ([said("RUNNING"), start(), BEAT, GONE], "", "LOST", None),
-        ([said("RUNNING"), start(), {"source": "heartbeat", "time": 1990}, GONE], "", "RUNNING", None),
-        ([left(1, t=10), {**start(20), "restart": 1}, {"source": "heartbeat", "time": 1990}, GONE], "", "RUNNING", None),
+        ([said("RUNNING"), start(), BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
+        ([left(1, t=10), start(20) | {"restart": 1}, BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
     ],
 )  # fmt: skip
 def test_the_end_is_judged_from_what_is_recorded_and_never_guessed(records, log, state, exit_code):

@@ -17,8 +17,8 @@ from kit import memory as m
 from kit import shape
 from kit.cluster import Cluster, Nodes
 from kit.errors import InputError
-from kit.shape import Shape, load_shape, shape_of, shipped
 from kit.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
+from kit.shape import Shape, load_shape, shape_of, shipped
 
 SHARED = Path(os.environ.get("KIT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 PUBLISHED = SHARED / "truth" / "published.csv"
@@ -156,11 +156,7 @@ def published() -> list[tuple[dict[str, str], float]]:
     with PUBLISHED.open() as file:
         for row in csv.DictReader(file):
             kernels = row["notes"].partition(";")[0]
-            if (
-                row["model"] in shipped()
-                and row["peak_mem_GiB"]
-                and kernels in ("fw=none", "fw=accelerated-peft-bnb")
-            ):
+            if row["model"] in shipped() and row["peak_mem_GiB"] and kernels in ("fw=none", "fw=accelerated-peft-bnb"):
                 job = recipe(
                     row["model"],
                     row["method"].lower(),

@@ -36,7 +36,7 @@ def test_a_full_node_is_asked_for_whole_with_the_profiles_own_words(tmp_path):
     for wanted in ("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:rtx_pro_6000:8", "--exclusive", "--mem=0",
                    "--partition=gpu", "--time=48:00:00", "--cpus-per-task=256"):  # fmt: skip
         assert f"#SBATCH {wanted}" in lines
-    assert 'export NCCL_SOCKET_IFNAME=bond0' in lines
+    assert "export NCCL_SOCKET_IFNAME=bond0" in lines
 
 
 def test_part_of_a_node_leaves_the_rest_to_others(tmp_path):
@@ -49,7 +49,11 @@ def test_the_node_rank_is_read_on_the_node_and_the_port_comes_from_the_job(run):
     script = render_script(run)
     batch_side, node_side = script.split("bash -c '")
     assert "SLURM_NODEID" not in batch_side and '--machine_rank "$SLURM_NODEID"' in node_side
-    assert "SLURM_JOB_ID % 12000" in batch_side and "29500" not in script and "localhost" not in batch_side.split("# The head")[1].split("\n", 1)[1]
+    assert (
+        "SLURM_JOB_ID % 12000" in batch_side
+        and "29500" not in script
+        and "localhost" not in batch_side.split("# The head")[1].split("\n", 1)[1]
+    )
 
 
 def test_rows_reach_the_disk_within_a_second(run):

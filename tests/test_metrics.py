@@ -1,0 +1,167 @@
+"""Rows and node samples, merged: files by the real wandb SDK and by our own sampler's format."""
+
+import dataclasses
+import json
+import math
+import time
+
+import wandb
+
+from kit.metrics import Metrics
+from kit.recipe import Recipe
+from kit.run import Run
+
+
+def log(folder, rows, run_id="abc", exit_code=0):
+    """One segment of a run, as a job writes it."""
+    (folder / "wandb").mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(silent=True, x_disable_stats=True)
+    run = wandb.init(project="p", id=run_id, mode="offline", dir=str(folder / "wandb"), settings=settings)
+    for row in rows:
+        run.log(row)
+    run.finish(exit_code=exit_code)
+    wandb.teardown()  # finish() may return before the log is on disk
+    time.sleep(1.1)  # folders are named by the second
+
+
+def sample(folder, host, t, gpus=1, **changes):
+    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    gpu = {"util": 90, "mem_gib": 60.5, "mem_total_gib": 80.0, "power_w": 500.0, "temp_c": 60} | changes
+    line = {
+        "t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "net_gb_s": {"in": 1.0, "out": 2.0}, "disk_gb_s": None,
+        "gpus": [{"index": i, "uuid": f"GPU-{host}-{i}", **gpu} for i in range(gpus)],
+    }  # fmt: skip
+    with (folder / "nodes" / f"{host}.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read(folder):
+    metrics = Metrics(folder)
+    while metrics.poll():
+        pass
+    return metrics
+
+
+def points(metrics, key):
+    steps, values = metrics.series[key]
+    return list(zip(steps, values, strict=True))
+
+
+def test_rows_count_by_the_trainers_global_step(tmp_path):
+    first, last = {"train/loss": 2.0, "train/global_step": 10}, {"train/loss": math.nan, "train/global_step": 20}
+    log(tmp_path, [first, {"custom": 5}, last], exit_code=2)
+    metrics = read(tmp_path)
+    (first, second) = points(metrics, "train/loss")
+    assert first == (10, 2.0)
+    assert second[0] == 20
+    assert math.isnan(second[1])
+    assert points(metrics, "custom") == [(10, 5)]
+    assert metrics.exit_code == 2
+    assert metrics.wandb_records > 3
+    assert metrics.damaged == 0
+    assert abs(metrics.newest - time.time()) < 60
+
+
+def test_rows_without_a_global_step_count_by_wandbs_own(tmp_path):
+    log(tmp_path, [{"loss": 3.0}, {"loss": 2.0, "text": "no number", "list": [1, 2]}])
+    metrics = read(tmp_path)
+    assert points(metrics, "loss") == [(0, 3.0), (1, 2.0)]
+    assert not {"text", "list"} & metrics.series.keys()
+
+
+def test_a_resumed_run_has_no_gap_and_no_duplicate(tmp_path):
+    def steps(first, last, loss):
+        return [{"train/loss": loss, "train/global_step": i} for i in range(first, last)]
+
+    log(tmp_path, [*steps(1, 8, 2.0), {"eval/loss": 2.5, "train/global_step": 4}], exit_code=1)
+    assert read(tmp_path).exit_code == 1
+    live = Metrics(tmp_path)
+    while live.poll():
+        pass
+    log(tmp_path, steps(5, 11, 1.0))  # from the checkpoint of step 4: steps 5 to 7 are done again
+    while live.poll():
+        pass
+    for metrics in (live, read(tmp_path)):
+        assert points(metrics, "train/loss") == [(i, 2.0) for i in range(1, 5)] + [(i, 1.0) for i in range(5, 11)]
+        assert points(metrics, "eval/loss") == [(4, 2.5)]
+        assert metrics.exit_code == 0
+
+
+def test_of_several_runs_in_a_folder_the_newest_is_taken(tmp_path):
+    log(tmp_path, [{"loss": 1.0}], run_id="older")
+    log(tmp_path, [{"loss": 9.0}], run_id="newer")
+    metrics = read(tmp_path)
+    assert metrics.run_id == "newer"
+    assert points(metrics, "loss") == [(0, 9.0)]
+    assert metrics.source.endswith("run-newer.wandb")
+
+
+def test_every_gpu_of_every_node_has_its_series(tmp_path):
+    for t in (100.0, 101.0):
+        for host in ("node1", "node2"):
+            sample(tmp_path, host, t, gpus=4)
+    metrics = read(tmp_path)
+    places = {key[:2] for key in metrics.series}
+    assert places == {(h, i) for h in ("node1", "node2") for i in (0, 1, 2, 3, "cpu")}
+    assert points(metrics, ("node2", 3, "util")) == [(100.0, 90), (101.0, 90)]
+    assert points(metrics, ("node1", "cpu", "net_gb_s_out")) == [(100.0, 2.0), (101.0, 2.0)]
+    assert ("node1", "cpu", "disk_gb_s_read") not in metrics.series
+    assert metrics.nodes == {"node1": 101.0, "node2": 101.0}
+
+
+def test_what_a_gpu_does_not_tell_has_no_point(tmp_path):
+    sample(tmp_path, "node1", 100.0, util=None)
+    metrics = read(tmp_path)
+    assert ("node1", 0, "util") not in metrics.series
+    assert points(metrics, ("node1", 0, "mem_gib")) == [(100.0, 60.5)]
+
+
+def test_half_a_line_is_waited_for_and_a_damaged_one_counted(tmp_path):
+    sample(tmp_path, "node1", 100.0)
+    path = tmp_path / "nodes" / "node1.jsonl"
+    line = path.read_text()
+    path.write_text(line + "damaged\n" + line[:30])
+    metrics = read(tmp_path)
+    assert metrics.damaged == 1
+    with path.open("a") as stream:
+        stream.write(line[30:])
+    assert metrics.poll()
+    assert len(points(metrics, ("node1", 0, "util"))) == 2
+    assert not metrics.poll()
+
+
+def test_statistics_of_wandb_stand_in_where_no_node_is_sampled(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    settings = wandb.Settings(silent=True, x_stats_sampling_interval=0.5)
+    run = wandb.init(project="p", mode="offline", dir=str(tmp_path / "wandb"), settings=settings)
+    time.sleep(2)
+    run.finish()
+    wandb.teardown()
+    metrics = read(tmp_path)
+    (host,) = {key[0] for key in metrics.series if isinstance(key, tuple)}
+    assert {(host, "cpu", "util"), (host, "cpu", "mem_gib")} <= metrics.series.keys()
+    sample(tmp_path, "node1", time.time())
+    while metrics.poll():
+        pass
+    assert {key[0] for key in metrics.series if isinstance(key, tuple)} == {"node1"}
+
+
+def test_a_file_that_is_no_log_is_named_and_the_rest_is_read(tmp_path):
+    (tmp_path / "run-x.wandb").write_bytes(b"something else")
+    sample(tmp_path, "node1", 100.0)
+    metrics = read(tmp_path)
+    assert "run-x.wandb" in metrics.problem
+    assert ("node1", 0, "util") in metrics.series
+
+
+def test_a_run_knows_how_many_nodes_to_expect(tmp_path, local):
+    local = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "runs")))
+    run = Run.create(Recipe.load("demo", **{"parallel.nodes": 2}), local, tmp_path, "digest")
+    assert Metrics(run.path).expected == 2
+    assert Metrics(tmp_path).expected == 0
+
+
+def test_an_empty_folder_has_nothing_new(tmp_path):
+    metrics = Metrics(tmp_path)
+    assert not metrics.poll()
+    assert metrics.series == {}
