@@ -240,11 +240,11 @@ def cancel(options: argparse.Namespace) -> int:
 def watch(options: argparse.Namespace) -> int:
     """`kit watch`: the status line until the run ends, or once."""
     from kit.board import watch as board_of
-    from kit.evidence import ENDED
     from kit.files import write
 
     board = board_of(options.run)
-    while not options.once and board.wait(5) not in ENDED:
+    while not options.once and not board.ended:
+        board.wait(5)
         _say(board.status())
     print(board.status())
     if options.html:

@@ -67,20 +67,20 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
-    """A causal LM. A name that ends in config.json means random weights of that shape, seeded."""
+    """A causal LM on the CPU. A name that ends in config.json means random weights of that shape, seeded.
+
+    Every rank makes all random weights: accelerate maps optimizer parameters by address, and meta tensors have none.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = source(name)
-    if name.endswith(".json"):
-        torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(folder)
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of normals take minutes on a CPU
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).cpu()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-    )
+    folder, kind = source(name), {"dtype": dtype, "attn_implementation": attention}
+    if not name.endswith(".json"):
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kind)
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of normals take minutes on a CPU
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)
+    return made.cpu()
 
 
 def answer(adapter: Path, prompt: str, tokens: int = 80) -> str:

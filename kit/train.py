@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from accelerate import init_empty_weights
+import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +27,7 @@ from kit.run import Run
 
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.is_available()
+PAD_TO = 64  # tokens; few distinct lengths, so that kernels are compiled once and the allocator reuses its blocks
 
 
 def enable_cpu_fsdp() -> None:
@@ -51,7 +52,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """
 
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=fill)
+        whole = pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=fill)
+        return torch.nn.functional.pad(whole, (0, -whole.shape[1] % PAD_TO), value=fill)
 
     positions = [[i for length in row["seq_lengths"] for i in range(length)] for row in rows]
     return {
@@ -174,13 +176,8 @@ def is_sharded(recipe: Recipe) -> bool:
 
 
 def load_base(recipe: Recipe) -> Any:
-    """The base model: bf16 on GPUs as the recipe says, fp32 on CPUs; ranks that rank 0 will fill hold no weights."""
+    """The base model: in the recipe's dtype on GPUs, in fp32 on CPUs."""
     dtype = getattr(torch, recipe.model.dtype) if ON_GPU else torch.float32
-    if ON_GPU and is_sharded(recipe) and RANK > 0 and recipe.model.name.endswith(".json"):
-        with init_empty_weights(include_buffers=False):
-            base = model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
-        base.tie_weights()
-        return base
     return model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
 
 
@@ -260,6 +257,7 @@ def main() -> int:
         enable_cpu_fsdp()
     try:
         train(run, console)
+        wandb.teardown()  # finish() may return before the log is on disk
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except Exception as error:

@@ -28,14 +28,13 @@ CASES = {
     "1b-lora-fsdp1": {"parallel.strategy": "fsdp1"},
     "1b-lora-ddp": {"parallel.strategy": "ddp"},
     "1b-full-fsdp2": {"tuning.method": "full"},
-    "1b-full-fsdp2-long": {"tuning.method": "full", "data.seq_len": 4096},
     "8b-lora-fsdp2": {"model": "8B"},
 }
 SHAPES = {"1B": "meta-llama/Llama-3.2-1B-Instruct", "8B": "meta-llama/Llama-3.1-8B-Instruct"}
 
 
 def model_folder(size: str, tokenizer: Path, out: Path) -> Path:
-    """A folder with a config.json of a published shape and a small tokenizer: random weights when trained."""
+    """A model of a published shape with random weights and a small tokenizer; the 8B one is made on each GPU."""
     shapes = json.loads((REPOSITORY / "kit" / "shapes.json").read_text())
     shape = shapes[SHAPES[size]]
     while isinstance(shape, str):
@@ -45,8 +44,14 @@ def model_folder(size: str, tokenizer: Path, out: Path) -> Path:
     for path in tokenizer.iterdir():
         if "token" in path.name or path.suffix == ".jinja":
             (folder / path.name).write_bytes(path.read_bytes())
-    (folder / "config.json").write_text(json.dumps(shape | {"architectures": ["LlamaForCausalLM"]}))
-    return folder / "config.json"
+    config = folder / "config.json"
+    if config.exists():
+        return folder if size == "1B" else config
+    config.write_text(json.dumps(shape | {"architectures": ["LlamaForCausalLM"]}))
+    if size == "1B":  # on disk, as a real model lies there
+        load_model(str(config), torch.bfloat16, "sdpa").save_pretrained(folder)
+        return folder
+    return config
 
 
 def cluster_here(out: Path) -> Cluster:
@@ -88,8 +93,9 @@ def check(name: str, changes: dict[str, object], tokenizer: Path, out: Path) -> 
     foreseen = predict(recipe, cluster)
     seen |= result(run) | {
         "losses": losses,
+        "step_seconds": [round(v, 4) for v in metrics.series["train/step_s"].values],
         "losses_finer_than_bf16": any(torch.tensor(v).bfloat16().float().item() != v for v in losses),
-        "gpu_series": sum(isinstance(k, tuple) and k[-1] == "util" for k in metrics.series),
+        "gpu_series": sum(isinstance(k, tuple) and k[1] != "cpu" and k[2] == "util" for k in metrics.series),
         "checkpoint": found.as_dict(),
         "forecast": {"allocated_gib": foreseen.memory.allocated_gib, "step_s": foreseen.time.step_s},
     }
@@ -126,7 +132,7 @@ def main() -> int:
     for name in sys.argv[3:] or list(CASES):
         seen = check(name, dict(CASES[name]), tokenizer, out / "work")
         report["cases"].append(seen)  # type: ignore[attr-defined]
-        print(json.dumps({k: v for k, v in seen.items() if k not in ("losses",)}, default=str), flush=True)
+        print(json.dumps(seen, default=str), flush=True)
         write_json(out / "gpu_check.json", report)
     return int(any(c["state"] != "COMPLETED" for c in report["cases"]))  # type: ignore[attr-defined]
 
