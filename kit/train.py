@@ -14,6 +14,7 @@ import torch
 import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -98,7 +99,9 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
         self.run, self.console, self.evals = run, console, []  # type: ignore[var-annotated]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first moment at which the pace can be measured."""
+        """The first moment at which the pace can be measured; memory counts from here, not from loading."""
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
         self.began, self.first_step = time.monotonic(), state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -116,6 +119,15 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
             if RANK == 0:
                 progress = {"step": state.global_step, "max_steps": state.max_steps, "eta_s": left, "time": time.time()}
                 files.write_json(self.run.path / "state" / "progress.json", progress)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Let FSDP2 forget that lm_head is still to run: TRL's loss reads its weight and never calls it.
+
+        torch before 2.13 would otherwise not gather that group again after a save, and a tied model's next step fails.
+        """
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module._get_fsdp_state()._modules_to_run_forward.clear()
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Raises KitError on rank 0 if the checkpoint lacks keys or bytes: better now than in 8 hours."""

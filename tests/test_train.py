@@ -61,3 +61,9 @@ def test_packed_documents_do_not_see_each_other(tiny):
     assert torch.allclose(packed[0, 2:4], alone[0], atol=1e-6)
     assert not torch.allclose(leaking[0, 2:], alone[0], atol=1e-6)
     assert torch.isfinite(packed).all()
+
+
+@pytest.mark.slow
+def test_a_tied_model_goes_on_after_an_evaluation_and_a_save_at_one_step(recipe, local):
+    job = recipe.override(**COMMON | {"schedule.eval_every": 2, "schedule.save_every": 2})
+    assert [h["step"] for h in finished(slurm.launch(job, local))] == [1, 2, 3, 4, 5, 6]
