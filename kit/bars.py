@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 
-from kit.chart import COLOURS, GRID, INK, LIMIT, MUTED, number, ticks
+from kit.chart import COLOURS, GRID, INK, LIMIT, fluid, frame, number, ticks
 
 LABEL, RIGHT, HEAD, BAR, GAP, FOOT, LETTER = 150, 24, 24, 18, 8, 38, 6.2  # pixels
 DASHES = f'stroke="{LIMIT}" stroke-dasharray="5 3" stroke-width="1.5"'
@@ -40,11 +40,7 @@ class Bars:
             )
         body += _text((LABEL + width - RIGHT) / 2, bottom + 32, self.x_title, 'text-anchor="middle"')
         height = bottom + FOOT
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-            f'aria-label="{escape(self.title)}" font-family="sans-serif" font-size="11" fill="{MUTED}">'
-            f'<rect width="{width}" height="{height}" fill="#fff"/>{body}</svg>'
-        )
+        return frame(self.title, width, height, body)
 
     def _bar(self, label: str, row: Mapping[str, float], parts: list[str], y: float, scale: float) -> str:
         out, x = _text(LABEL - 8, y + 13, label, f'text-anchor="end" fill="{INK}"'), float(LABEL)
@@ -73,7 +69,7 @@ class Bars:
         return out, (y + 14) if named else HEAD + 4
 
     def _repr_svg_(self) -> str:
-        return self.svg()
+        return fluid(self.svg())
 
 
 def _paint(part: int) -> str:

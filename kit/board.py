@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kit import files
-from kit.chart import COLOURS, GRID, INK, MUTED, Chart, Line
+from kit.chart import COLOURS, GRID, INK, MUTED, Chart, Line, fluid
 from kit.errors import InputError, KitError
 from kit.metrics import Metrics, Series
 from kit.run import Run
@@ -204,7 +204,7 @@ class Board:
         for i, chart in enumerate(charts):
             place = f"translate({i % 2 * COLUMN} {top + i // 2 * PANEL})"
             body += f'<g transform="{place}">{chart.svg(height=PANEL - 10)}</g>'
-        return (
+        return fluid(
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
             f'font-family="sans-serif" font-size="12" fill="{MUTED}"><rect width="100%" height="100%" fill="#fff"/>'
             f"{body}</svg>"

@@ -60,11 +60,25 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(n * step, 12) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def frame(title: str, width: int, height: int, body: str) -> str:
+    """A white drawing of this size, in pixels, with text in the reader's sans-serif."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="11" fill="{MUTED}">'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>{body}</svg>'
+    )
+
+
+def fluid(svg: str) -> str:
+    """The drawing, shrinking with a narrow page; for the outermost one."""
+    return svg.replace("<svg ", '<svg style="max-width:100%;height:auto" ', 1)
+
+
 def number(value: float) -> str:
     """A value as a person reads it: 0.00005 is 5e-5, 12345.6 is 12,346."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        digits, _, power = f"{value:.3g}".partition("e")
-        return f"{digits}e{int(power)}" if power else digits
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -87,14 +101,10 @@ class Chart:
         body += self._plot(lines, width, height, top) if lines else _text(width / 2, height / 2, "nothing logged yet")
         if bad := sum(int(np.sum(~np.isfinite(np.array(line.y, float)))) for line in self.lines):
             body += _text(width - RIGHT, 13, f"NaN or infinite: {bad}", "end", f'font-weight="600" fill="{BAD}"')
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-            f'aria-label="{escape(self.title)}" font-family="sans-serif" font-size="11" fill="{MUTED}">'
-            f'<rect width="{width}" height="{height}" fill="#fff"/>{body}</svg>'
-        )
+        return frame(self.title, width, height, body)
 
     def _repr_svg_(self) -> str:
-        return self.svg(640, 280)
+        return fluid(self.svg(640, 280))
 
     def drawn(self) -> list[Drawn]:
         """Each line that has points, thinned so that the whole chart keeps about POINTS, with its colour."""

@@ -110,6 +110,17 @@ class Plan:
     storage_gb: dict[str, float]
     problems: tuple[str, ...]
 
+    def lines(self) -> list[str]:
+        """The plan for a person."""
+        bounds = ", ".join(f"{name} {seconds / 60:,.0f} min" for name, seconds in self.bounds_s.items())
+        sizes = ", ".join(f"{name} {gb:,.1f}" for name, gb in self.storage_gb.items())
+        return [
+            f"save every {self.interval_s / 60:,.0f} min of work: the {self.bound} bound won ({bounds})",
+            f"a save takes {self.write_s:.2g} s; one failure in {self.mtbf_h:,.0f} h; waste {self.waste:.2%}",
+            f"storage over the run's life, GB: {sizes}",
+            *self.problems,
+        ]
+
 
 def plan(
     checkpoint_gb: float, write_gb_s: float, gpus: int, time_limit_h: float = 0, max_loss_min: float = 0,

@@ -215,16 +215,7 @@ def state(options: argparse.Namespace) -> int:
     from kit.run import Run
 
     found = state_of(Run.attach(options.run))
-    code = "" if found.exit_code is None else f", exit code {found.exit_code}"
-    lines = [
-        f"{found.run}: {found.state}{code} (confidence {found.confidence})",
-        *([found.cause] if found.cause else []),
-    ]
-    _print(
-        options,
-        found.as_dict(),
-        lines + [f"  {e}" for e in found.evidence] + [f"CONFLICT: {c}" for c in found.conflicts],
-    )
+    _print(options, found.as_dict(), found.lines())
     return 0
 
 
@@ -275,15 +266,17 @@ def plan(options: argparse.Namespace) -> int:
     from kit.checkpoint import plan_for
 
     found = plan_for(_recipe(options), Cluster.load(options.cluster))
-    _print(options, dataclasses.asdict(found), [f"{k}: {v}" for k, v in dataclasses.asdict(found).items()])
+    _print(options, dataclasses.asdict(found), found.lines())
     return 0
 
 
 def export(options: argparse.Namespace) -> int:
     """`kit adapter export`."""
     from kit.adapter import export as export_adapter
+    from kit.run import Run
 
-    print(export_adapter(Path(options.checkpoint), Path(options.out)))
+    here = Path(options.checkpoint)
+    print(export_adapter(here if here.exists() else Run.attach(options.checkpoint).path, Path(options.out)))
     return 0
 
 

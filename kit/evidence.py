@@ -47,6 +47,12 @@ class State:
         """The fields, JSON-ready."""
         return asdict(self)
 
+    def lines(self) -> list[str]:
+        """The state for a person: what, why, and every witness."""
+        code = "" if self.exit_code is None else f", exit code {self.exit_code}"
+        out = [f"{self.run}: {self.state}{code} (confidence {self.confidence})", *([self.cause] if self.cause else [])]
+        return out + [f"  {e}" for e in self.evidence] + [f"CONFLICT: {c}" for c in self.conflicts]
+
 
 def witness(run: Run, source: str, **facts: Any) -> None:
     """Append a record of the run's present job to the ledger: one line, one write."""

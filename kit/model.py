@@ -3,6 +3,7 @@
 import copy
 import importlib.metadata
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     folder, kind = source(name), {"dtype": dtype, "attn_implementation": attention}
+    disable_progress_bar()
     if not name.endswith(".json"):
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kind)
     torch.manual_seed(seed)
@@ -91,7 +94,9 @@ def answer(adapter: Path, prompt: str, tokens: int = 80) -> str:
     base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     tokenizer, on_gpu = load_tokenizer(base), torch.cuda.is_available()
     loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32, "sdpa").to("cuda" if on_gpu else "cpu")
-    tuned = PeftModel.from_pretrained(loaded, str(adapter)).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.20 still reads it
+        tuned = PeftModel.from_pretrained(loaded, str(adapter)).eval()
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(tuned.device)

@@ -112,7 +112,7 @@ def _environment(run: Run) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
         "WANDB_PROJECT": run.recipe.name,
-        "WANDB_DIR": str(run.path / "wandb"),
+        "WANDB_DIR": str(run.path),
         "WANDB_RUN_ID": info["wandb_id"],
         "WANDB_RESUME": "allow",
         "WANDB_SILENT": "true",

@@ -1,0 +1,145 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import kit
+from kit.cli import main
+from kit.recipe import Recipe
+from tests.conftest import REPOSITORY
+
+HEAVY = ("torch", "transformers", "wandb", "plotly", "pandas", "datasets")
+
+
+def kit_command(*words):
+    return subprocess.run([sys.executable, "-m", "kit.cli", *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import kit",
+        "from kit.cli import main; main(['predict', 'llama405b-oasst2', '--cluster', 'two-node-pcie'])",
+        f"from kit.cli import main; main(['lint', {str(REPOSITORY / 'env/setup')!r}])",
+        "from kit.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_what_runs_on_a_login_node_loads_nothing_heavy(code):
+    shown = f"{code}\nimport sys; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_public_names_are_these():
+    assert sorted(kit.__all__) == [
+        "Cluster", "InputError", "KitError", "Recipe", "Run", "launch", "predict", "prepare", "watch"
+    ]  # fmt: skip
+    assert all(getattr(kit, name) for name in kit.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kit.nothing
+
+
+def test_the_forecast_is_one_json_object_with_the_promised_keys(capsys):
+    assert main(["predict", "llama405b-oasst2", "--cluster", "two-node-pcie", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"parameters", "trainable_parameters", "memory", "time", "storage", "warnings"} <= set(found)
+    assert found["parameters"] == 405_853_388_800 and found["trainable_parameters"] == 404_619_264
+    assert found["time"]["optimizer_steps"] == 36
+    # Published: 8 h 24 min.
+    assert found["time"]["wall_h"] == pytest.approx(8.4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["predict", "lama8b"], "did you mean 'llama8b'"),
+        (["predict", "llama8b", "--cluster", "h100"], "did you mean 'h100-8x8'"),
+        (["predict", "llama8b", "-s", "schedule.lrr=1"], "did you mean 'schedule.lr'"),
+        (["predict", "llama8b", "-s", "schedule.lr"], "is no NAME=VALUE"),
+        (["predict", "llama8b", "-s", "parallel.strategy=fsdp"], "Valid: ddp, fsdp1, fsdp2"),
+        (["state", "nothing"], "No run 'nothing'"),
+        (["lint", "absent.sbatch"], "absent.sbatch"),
+        (["adapter", "export", "absent", "out"], "absent"),
+        (["prepare", "llama8b"], "model.name"),
+    ],
+)
+def test_a_wrong_call_exits_2_and_says_what_to_do(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kit: ") and message in error
+
+
+def test_what_does_not_fit_exits_1(capsys):
+    assert main(["predict", "llama405b-oasst2", "--cluster", "two-node-pcie", "-s", "parallel.strategy=ddp"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_lint_exits_1_on_an_error_and_mends_what_is_safe(tmp_path, capsys):
+    script = tmp_path / "a.sbatch"
+    script.write_bytes(b"#!/bin/bash\r\n#SBATCH \xe2\x80\x93nodes=1\r\n#SBATCH --time=1:00:00\r\nsrun -u hostname\r\n")
+    assert main(["lint", str(script), "--json"]) == 1
+    rules = {f["rule"] for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert {"KS101", "KS105"} <= rules
+    main(["lint", str(script), "--fix"])
+    assert script.read_text().splitlines()[1] == "#SBATCH --nodes=1" and b"\r" not in script.read_bytes()
+
+
+def test_the_kits_own_job_scripts_have_no_finding_that_matters(tmp_path, recipe, capsys):
+    from kit.cluster import Cluster
+    from kit.lint import lint
+    from kit.run import Run
+    from kit.sbatch import render_script
+
+    for cluster in ("local", "two-node-pcie", "h100-8x8"):
+        profile = Cluster.load(cluster)
+        text = profile.toml().replace(f'runs = "{profile.paths.runs}"', f'runs = "{tmp_path / "runs"}"')
+        (tmp_path / "c.toml").write_text(text)
+        job = recipe if cluster == "local" else Recipe.load("llama8b")
+        script = render_script(Run.create(job, Cluster.load(tmp_path / "c.toml"), tmp_path, "digest"))
+        found = lint(script, cluster=profile)
+        assert not [f for f in found if f.severity == "error"], found
+        assert {f.rule for f in found if f.severity == "warning"} <= {"KS301"}  # local sets no time limit
+
+
+def test_prepare_and_launch_speak_json(recipe, tmp_path, capsys):
+    (tmp_path / "r.toml").write_text(recipe.toml())
+    assert main(["prepare", "r.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"folder", "digest", "splits", "ledger", "dropped_rows", "optimizer_steps"} <= set(found)
+    assert {"conversations", "rows", "tokens", "loss_tokens"} == set(found["splits"]["train"])
+
+
+@pytest.mark.slow
+def test_the_commands_of_one_run_from_launch_to_merge(recipe, tmp_path, capsys):
+    (tmp_path / "r.toml").write_text(recipe.toml())
+    assert main(["launch", "r.toml", "--cluster", "local", "--wait", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert main(["state", run, "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["state"] == "COMPLETED" and state["exit_code"] == 0 and state["conflicts"] == []
+    assert main(["runs"]) == 0 and "COMPLETED" in capsys.readouterr().out
+    assert main(["watch", run, "--once", "--html", "board.html"]) == 0
+    assert "step 4 of 4" in capsys.readouterr().out and "<svg" in (tmp_path / "board.html").read_text()
+    assert main(["checkpoint", "inspect", f"{run}/checkpoints/checkpoint-4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lora_tensors"] == 16  # 2 layers x 4 modules x A and B
+    assert main(["checkpoint", "plan", "r.toml"]) == 0
+    assert main(["adapter", "export", run, "adapter"]) == 0
+    assert main(["adapter", "merge", "adapter", recipe.model.name, "merged"]) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
+    assert main(["adapter", "export", run, "adapter"]) == 2  # never overwritten
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_every_command_of_the_readme_exists():
+    readme = (REPOSITORY / "README.md").read_text()
+    commands = set(re.findall(r"^ +kit ([a-z]+(?: (?:inspect|time|plan|export|merge|push))?)", readme, re.MULTILINE))
+    assert len(commands) >= 10
+    for command in commands:
+        assert kit_command(*command.split(), "--help").returncode == 0, command
+
+
+def test_every_link_of_the_readme_leads_to_a_file():
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / "README.md").read_text())
+    assert links and all((REPOSITORY / link).exists() for link in links)
