@@ -124,7 +124,7 @@ class Board:
             return new
 
     def _ask(self, run: Run) -> None:
-        from kit.evidence import state
+        from kit.slurm import state
 
         self._asked = time.monotonic()
         try:

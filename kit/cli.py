@@ -200,8 +200,8 @@ def launch(options: argparse.Namespace) -> int:
 
 def runs(options: argparse.Namespace) -> int:
     """`kit runs`: newest first."""
-    from kit.evidence import state as state_of
     from kit.run import runs as all_runs
+    from kit.slurm import state as state_of
 
     found = [(run, state_of(run)) for run in all_runs()]
     rows = [{"run": str(r.path), "job_id": r.job_id, "state": s.state} for r, s in found]
@@ -211,8 +211,8 @@ def runs(options: argparse.Namespace) -> int:
 
 def state(options: argparse.Namespace) -> int:
     """`kit state`."""
-    from kit.evidence import state as state_of
     from kit.run import Run
+    from kit.slurm import state as state_of
 
     found = state_of(Run.attach(options.run))
     _print(options, found.as_dict(), found.lines())

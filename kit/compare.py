@@ -7,9 +7,9 @@ from typing import Any
 from kit import files
 from kit.chart import Chart, Line
 from kit.data import Dataset
-from kit.evidence import state
 from kit.metrics import Metrics
 from kit.run import Run
+from kit.slurm import state
 from kit.timing import predict
 
 

@@ -159,15 +159,6 @@ def cause_in(log: str) -> str:
     return said[0] if said else ""
 
 
-def state(run: Run) -> State:
-    """What is known of the run now: asks Slurm or the local runner, then judges every record."""
-    from kit import slurm
-
-    slurm.ask([run])
-    log = run.log.read_text(errors="replace") if run.job_id and run.log.exists() else ""
-    return resolve(run.path.name, run.job_id, records(run), log, time.time())
-
-
 def last_words(run: Run, rank: int, lines: int = 12) -> str:
     """The end of a rank's own log."""
     path = run.path / "logs" / f"rank-{rank:03}.log"

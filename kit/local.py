@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from kit import files
+from kit import evidence, files
 from kit.errors import InputError
 from kit.run import Run
 
@@ -66,8 +66,6 @@ def execute(run: Run) -> int:
         signal.signal(signal.SIGTERM, lambda *_: _end_tree(script.pid))
         code = script.wait()
     _end_tree(os.getpid(), itself=False)  # whatever the script left behind
-    from kit import evidence
-
     cancelled = any(r["source"] == "cancel" for r in evidence.records(run))
     ended = "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED"
     evidence.witness(

@@ -45,7 +45,7 @@ def _from_hub(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "original/*"]))
+        return str(snapshot_download(name, ignore_patterns=["*.safetensors", "*.bin", "*.pth", "*.gguf", "original/*"]))
     except Exception as error:  # no network, no such repository, no licence accepted: the hub's own words follow
         raise InputError(f"{_not_found(name)} The hub said: {str(error).splitlines()[0]}") from None
 
@@ -58,6 +58,20 @@ def _not_found(name: str) -> str:
         f"Model {name!r} not found: there is no folder {Path(name).absolute()} with a config.json, and it is not in "
         f"the hub's cache {HF_HUB_CACHE}. Set model.name to a folder, or HF_HOME to a cache that holds it.{hint}"
     )
+
+
+def check_weights(name: str, hf_home: str = "") -> None:
+    """Raises InputError where the weights are not on disk: a job that has no network could only fail."""
+    if name.endswith(".json"):
+        return
+    hub = Path(hf_home or os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    path, cached = files.locate(name), hub / f"models--{name.replace('/', '--')}" / "snapshots"
+    folders = [path] if path.is_dir() else list(cached.glob("*"))
+    if not any(p.suffix in (".safetensors", ".bin") for folder in folders for p in folder.iterdir()):
+        raise InputError(
+            f"Model {name!r}: no weights (*.safetensors) in {path if path.is_dir() else cached}, where the job looks. "
+            f"Fetch them where there is a network, with HF_HOME={hub.parent} and `hf download {name}`."
+        )
 
 
 def load_tokenizer(name: str) -> Any:

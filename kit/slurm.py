@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kit import evidence, files, local, sbatch
+from kit import evidence, files, local, model, sbatch
 from kit.cluster import Cluster
 from kit.data import prepare
 from kit.errors import InputError, KitError, SubmitError
@@ -58,6 +58,7 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"The recipe asks for {parallel.nodes} nodes x {parallel.gpus_per_node} GPUs; the cluster {cluster.name} "
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
+    model.check_weights(recipe.model.name, cluster.paths.hf_home)
     if not available() and parallel.nodes > 1:
         raise InputError(
             f"No Slurm answers here, and the local runner has one node; the recipe wants {parallel.nodes}."
@@ -67,9 +68,11 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
 def submit(run: Run) -> None:
     """sbatch, or the local runner; a run that was submitted before goes on where its last checkpoint is.
 
-    Raises SubmitError with Slurm's own words.
+    Raises SubmitError with Slurm's own words, InputError while the run's last job has not ended.
     """
     if run.job_id:
+        if not (now := state(run)).ended:
+            raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
         evidence.archive(run)
     if not available():
         return local.start(run)
@@ -79,6 +82,13 @@ def submit(run: Run) -> None:
     run.note(job_id=done.stdout.strip().split(";")[0])
     evidence.witness(run, "submit")
     return None
+
+
+def state(run: Run) -> evidence.State:
+    """What is known of the run now: asks Slurm or the local runner, then judges every record."""
+    ask([run])
+    log = run.log.read_text(errors="replace") if run.job_id and run.log.exists() else ""
+    return evidence.resolve(run.path.name, run.job_id, evidence.records(run), log, time.time())
 
 
 def ask(runs: Iterable[Run]) -> None:
@@ -115,7 +125,7 @@ def wait(run: Run, timeout: float | None = None, every: float = 1.0) -> evidence
     """Block until the run ends. Ctrl-C ends a local run, which then is CANCELLED, and leaves a Slurm job alone."""
     deadline = time.monotonic() + timeout if timeout else None
     try:
-        while not (now := evidence.state(run)).ended:
+        while not (now := state(run)).ended:
             if deadline and time.monotonic() > deadline:
                 raise KitError(f"{run.path.name} is still {now.state} after {timeout:.0f} s; it goes on.")
             time.sleep(every)

@@ -3,7 +3,7 @@ import time
 import nbformat
 import pytest
 
-from kit import evidence
+from kit import slurm
 from kit.demo import NOTEBOOKS, demo
 from kit.execute import execute
 from kit.run import Run
@@ -36,7 +36,7 @@ def test_every_notebook_runs_headless_and_a_second_demo_skips_what_is_done(recip
     pictures = nbformat.read(out / "04_watch_run.ipynb", as_version=4)
     assert any("image/svg+xml" in o.get("data", {}) for o in outputs(pictures))
     run = Run(next((out / "runs").iterdir()))
-    assert evidence.state(run).state == "COMPLETED"
+    assert slurm.state(run).state == "COMPLETED"
     said = capfd.readouterr().out
     assert f"executed notebooks: {out}" in said and f"run folder:         {run.path}" in said
 

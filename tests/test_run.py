@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from kit import evidence, slurm
+from kit import slurm
 from kit.errors import InputError
 from kit.run import Run
 
@@ -61,13 +61,15 @@ def test_ctrl_c_ends_the_ranks_and_leaves_a_cancelled_run(recipe, local, tmp_pat
     assert waiting.wait(timeout=60) == 130
     waiting.communicate()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks.values())
-    assert evidence.state(run).state == "CANCELLED"
+    assert slurm.state(run).state == "CANCELLED"
 
 
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes(recipe, local):
     run = slurm.launch(recipe.override(**{"schedule.max_steps": 300, "schedule.save_every": 5}), local)
     wait_for(lambda: len(run.checkpoints()) > 1)  # so the first is complete
+    with pytest.raises(InputError, match=r"is RUNNING as job local-\d+; cancel it"):
+        slurm.submit(run)
     ranks_of(run)[1].kill()
     end = slurm.wait(run, timeout=120)
     assert (end.state, end.exit_code) == ("FAILED", 128 + 9)

@@ -37,7 +37,7 @@ def test_the_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spread, tw
     # Days later Slurm has forgotten the job; the run still tells.
     slurm_record = [r for r in evidence.records(run) if r["source"] == "slurm"][-1]
     evidence.witness(run, "slurm", gone=True)
-    assert slurm_record["state"] == evidence.state(run).state == "COMPLETED"
+    assert slurm_record["state"] == slurm.state(run).state == "COMPLETED"
 
 
 @pytest.mark.slurm
@@ -45,7 +45,7 @@ def test_a_waiting_job_says_why_and_a_cancelled_one_says_so(live_slurm, spread, 
     path = tmp_path / "drained.toml"
     path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
     run = slurm.launch(spread, Cluster.load(path))
-    assert evidence.state(run).state == "PENDING"
+    assert slurm.state(run).state == "PENDING"
     assert slurm.why_pending(run).startswith("pending, reason BeginTime")
     slurm.cancel(run)
     assert slurm.wait(run, timeout=30).state == "CANCELLED"
@@ -59,7 +59,16 @@ def test_a_refusal_is_told_in_slurms_own_words_and_the_run_is_not_pending(live_s
         slurm.launch(spread, Cluster.load(path))
     from kit.run import runs
 
-    assert evidence.state(next(runs())).state == "NOT SUBMITTED"
+    assert slurm.state(next(runs())).state == "NOT SUBMITTED"
+
+
+def test_a_model_without_weights_is_refused_before_a_job_waits_for_it(recipe, local, tmp_path):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no weights .*bare.*hf download"):
+        slurm.launch(recipe.override(**{"model.name": str(tmp_path / "bare")}), local)
+    with pytest.raises(InputError, match=r"no weights .*models--nobody--nothing"):
+        slurm.launch(recipe.override(**{"model.name": "nobody/nothing"}), local)
 
 
 @pytest.mark.parametrize(
