@@ -10,6 +10,7 @@ from kit.errors import KitError
 from kit.execute import execute
 from kit.parameters import read_notebook
 from kit.run import Run
+from kit.slurm import state
 
 NOTEBOOKS = files.REPOSITORY / "notebooks"
 
@@ -25,8 +26,8 @@ def demo(out: Path, recipe: str = "demo", cluster: str = "local") -> int:
     _notebook("00_check_cluster", out, where)
     _notebook("01_prepare_data", out, what)
     _notebook("02_explore_memory", out, what | where)
-    _notebook("03_launch_run", out, what | where)
-    run = _newest(out)
+    _notebook("03_launch_run", out, what | where, again=_failed(out))
+    run = _runs(out)[-1]
     _notebook("04_watch_run", out, {"run": str(run.path), "wait": True})
     _notebook("05_time_checkpoints", out, {"run": str(run.path)})
     _notebook("06_compare_runs", out, {})
@@ -34,15 +35,21 @@ def demo(out: Path, recipe: str = "demo", cluster: str = "local") -> int:
     return 0
 
 
-def _newest(out: Path) -> Run:
+def _runs(out: Path) -> list[Run]:
     found = sorted((out / "runs").glob("*/run.json"), key=lambda p: p.stat().st_mtime)
-    return Run(found[-1].parent)
+    return [Run(p.parent) for p in found]
 
 
-def _notebook(name: str, out: Path, parameters: dict[str, Any]) -> None:
+def _failed(out: Path) -> bool:
+    """Whether the last demo's run ended badly, so that another must be launched."""
+    found = [state(run) for run in _runs(out)[-1:]]
+    return any(s.ended and s.state != "COMPLETED" for s in found)
+
+
+def _notebook(name: str, out: Path, parameters: dict[str, Any], again: bool = False) -> None:
     """Execute one notebook, unless a copy that ran to its end with these parameters is there."""
     target = out / f"{name}.ipynb"
-    if target.exists() and _done(target, parameters):
+    if target.exists() and not again and _done(target, parameters):
         print(f"{name}: done before, skipped ({target})")
         return
     _tell(name)

@@ -3,8 +3,8 @@ import time
 import nbformat
 import pytest
 
-from kit import slurm
-from kit.demo import NOTEBOOKS, demo
+from kit import evidence, slurm
+from kit.demo import NOTEBOOKS, _failed, demo
 from kit.execute import execute
 from kit.run import Run
 from tests.conftest import REPOSITORY
@@ -58,6 +58,15 @@ def test_where_sbatch_answers_the_notebooks_submit_to_slurm(live_slurm, recipe_f
     watch = {"run": run.job_id, "wait": True}
     seen = execute(NOTEBOOKS / "04_watch_run.ipynb", tmp_path / "04.ipynb", watch, cwd=tmp_path)
     assert "COMPLETED, exit code 0" in "".join(o.get("text", "") for o in outputs(nbformat.read(seen, as_version=4)))
+
+
+def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
+    assert not _failed(tmp_path)
+    run = Run.create(recipe, local, tmp_path, "digest")
+    run.note(job_id="7")
+    for state, failed in (("FAILED", True), ("CANCELLED", True), ("COMPLETED", False)):
+        evidence.witness(run, "slurm", state=state)
+        assert _failed(tmp_path) is failed
 
 
 def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
