@@ -80,6 +80,6 @@ def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path,
         model.unpack_embedded(tmp_path / "none")
 
 
-def test_nothing_of_the_demo_lies_outside_its_folder():
+def test_what_runs_leave_behind_is_never_committed():
     ignored = (REPOSITORY / ".gitignore").read_text().split()
-    assert {"/demo/", "/models/", "/runs/", "/prepared/"} <= set(ignored)
+    assert {"/demo/", "/models/", "runs/", "prepared/"} <= set(ignored)

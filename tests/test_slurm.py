@@ -24,8 +24,8 @@ def spread(recipe):
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_the_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spread, two_nodes):
-    run = slurm.launch(spread, two_nodes)
+def test_the_demos_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spread, two_nodes, smollm2):
+    run = slurm.launch(spread.override(**{"model.name": str(smollm2), "schedule.max_steps": 3}), two_nodes)
     assert run.job_id.isdigit()
     end = slurm.wait(run, timeout=400)
     assert (end.state, end.exit_code, end.conflicts) == ("COMPLETED", 0, []), run.log.read_text()
