@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--fix", action="store_true", help="write the safe fixes into the scripts")
     one = add("launch", launch, "freeze, submit, return at once", "recipe", "cluster", "json")
     one.add_argument("--wait", action="store_true", help="stay until it ends; its exit code is this command's")
+    one.add_argument("--anyway", action="store_true", help="also where the forecast says that it does not fit")
     add("runs", runs, "every run that can be found", "json")
     add("state", state, "how a run is, or how it ended and why", "run", "json")
     add("cancel", cancel, "end a run", "run")
@@ -186,7 +187,7 @@ def launch(options: argparse.Namespace) -> int:
     """`kit launch`: with --wait, the exit code is the job's."""
     from kit import slurm
 
-    run = slurm.launch(_recipe(options), Cluster.load(options.cluster))
+    run = slurm.launch(_recipe(options), Cluster.load(options.cluster), anyway=options.anyway)
     _print(options, {"run": str(run.path), "job_id": run.job_id}, [f"{run.path}", f"job {run.job_id}"])
     if not options.wait:
         return 0

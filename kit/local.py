@@ -62,8 +62,8 @@ def execute(run: Run) -> int:
     }  # fmt: skip
     with run.log.open("a") as log:
         script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=env, stdout=log, stderr=log)
-        files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
         signal.signal(signal.SIGTERM, lambda *_: _end_tree(script.pid))
+        files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
         code = script.wait()
     _end_tree(os.getpid(), itself=False)  # whatever the script left behind
     cancelled = any(r["source"] == "cancel" for r in evidence.records(run))

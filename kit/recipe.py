@@ -117,7 +117,8 @@ class Recipe:
             section: Any = getattr(self, table, None) if table else self
             known = [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
             if name not in known:
-                raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, self.keys())}")
+                beside = [k for k in self.keys() if table and k.startswith(f"{table}.")]
+                raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, beside or self.keys())}")
             kind = schema.types_of(type(section))[name]
             value = schema.parse(value, kind, f"override: {key}") if isinstance(value, str) else value
             (tables[table] if table else tables)[name] = value

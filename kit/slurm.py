@@ -13,7 +13,9 @@ from kit.data import prepare
 from kit.errors import InputError, KitError, SubmitError
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.timing import predict
 
+PROVISIONAL = ("PREEMPTED", "NODE_FAIL")  # with --requeue the same job may start again
 FIELDS = re.compile(r"(JobState|ExitCode|Reason|Restarts|StartTime|NodeList)=(\S*)")
 
 
@@ -29,12 +31,15 @@ def _command(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[st
     return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def launch(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) -> Run:
+def launch(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared"), anyway: bool = False) -> Run:
     """Prepare the data if need be, freeze everything into a new run folder, submit, and return at once.
 
-    Raises InputError for what cannot run, SubmitError with Slurm's words where it refuses; the run folder stays.
+    Raises InputError for what cannot run, KitError for what the forecast says does not fit (unless `anyway`), and
+    SubmitError with Slurm's words where it refuses; the run folder then stays.
     """
     check(recipe, cluster)
+    if not anyway:
+        check_fit(recipe, cluster)
     dataset = prepare(recipe, prepared)
     run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
     files.write(run.path / "accelerate.yaml", sbatch.render_accelerate(recipe, cluster))
@@ -59,9 +64,28 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     model.check_weights(recipe.model.name, cluster.paths.hf_home)
+    if cluster.slurm.partition and not available():
+        raise InputError(
+            f"No Slurm answers here, and {cluster.name} names the partition {cluster.slurm.partition}: its jobs "
+            "are not run on this machine instead. Set SLURM_CONF, or take a profile without a partition."
+        )
     if not available() and parallel.nodes > 1:
         raise InputError(
             f"No Slurm answers here, and the local runner has one node; the recipe wants {parallel.nodes}."
+        )
+
+
+def check_fit(recipe: Recipe, cluster: Cluster) -> None:
+    """Raises KitError where the forecast says that the job runs out of memory, with the cheapest change that fits."""
+    try:
+        memory = predict(recipe, cluster).memory
+    except InputError:  # a family of models that the forecast does not know
+        return
+    if memory.verdict == "does not fit":
+        raise KitError(
+            f"{recipe.name} does not fit {cluster.name}: {memory.allocated_gib:.1f} GiB allocated in "
+            f"{memory.peak_phase}, of {memory.capacity_gib:.1f}. {memory.cheapest_fix} "
+            "To launch it all the same, say --anyway."
         )
 
 
@@ -97,10 +121,11 @@ def ask(runs: Iterable[Run]) -> None:
         job = run.job_id
         known = [r for r in evidence.records(run) if r["source"] == "slurm"]
         last = known[-1] if known else {}
-        if job is None or last.get("state") in evidence.ENDED:
+        ended = last.get("state") in evidence.ENDED
+        if job is None or (ended and last["state"] not in PROVISIONAL):
             continue
         facts = local.status(run) if job.startswith("local-") else _slurm_status(job)
-        if any(last.get(k) != v for k, v in facts.items()):
+        if not (ended and facts.get("gone")) and any(last.get(k) != v for k, v in facts.items()):
             evidence.witness(run, "slurm", **facts)
 
 

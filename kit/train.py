@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import socket
+import statistics
 import sys
 import time
 import traceback
@@ -83,12 +84,14 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         now, step = time.monotonic(), self.state.global_step
         before, at_step, tokens_then = getattr(self, "last_log", (now, step, 0))
         if "loss" in logs:
-            total = int(self.accelerator.reduce(self.tokens.float()).item())
+            total = int(self.accelerator.reduce(self.tokens).item())
             self._metrics["train"]["num_tokens"] = [total]
             if step > at_step:
                 seconds = now - before
                 logs |= {"step_s": seconds / (step - at_step), "tokens_per_s": (total - tokens_then) / seconds}
             self.last_log = (now, step, total)
+        elif "eval_runtime" in logs:  # evaluation is no part of the pace
+            self.last_log = (before + logs["eval_runtime"], at_step, tokens_then)
         super().log(logs, start_time)
 
 
@@ -237,11 +240,12 @@ def train(run: Run, console: TextIO) -> None:
 
 def _result(trainer: Trainer, watcher: Watcher, resumed: bool) -> dict[str, Any]:
     history = [h for h in trainer.state.log_history if "loss" in h]
+    paces = [h["step_s"] for h in history if "step_s" in h]
     return {
         "steps": trainer.state.global_step, "loss": history[-1]["loss"] if history else None, "resumed": resumed,
         "eval_loss_before": watcher.evals[0][1] if watcher.evals and not resumed else None,
         "eval_loss_after": watcher.evals[-1][1] if watcher.evals else None,
-        "step_s": sorted(h["step_s"] for h in history if "step_s" in h)[len(history) // 2 - 1] if history[2:] else None,
+        "step_s": statistics.median(paces) if paces else None,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None,
     }  # fmt: skip
 

@@ -1,10 +1,12 @@
+import dataclasses
 import json
 
 import pytest
 
 from kit import evidence, slurm
 from kit.cluster import Cluster
-from kit.errors import InputError, SubmitError
+from kit.errors import InputError, KitError, SubmitError
+from kit.run import Run
 
 
 @pytest.fixture
@@ -60,6 +62,32 @@ def test_a_refusal_is_told_in_slurms_own_words_and_the_run_is_not_pending(live_s
     from kit.run import runs
 
     assert slurm.state(next(runs())).state == "NOT SUBMITTED"
+
+
+def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(recipe, local, tmp_path):
+    small = dataclasses.replace(local, nodes=dataclasses.replace(local.nodes, ram_gib=0.5))
+    job = recipe.override(**{"schedule.micro_batch": 64})
+    with pytest.raises(KitError, match=r"tiny does not fit local: .* GiB allocated in .*--anyway"):
+        slurm.launch(job, small)
+    assert not (tmp_path / "runs").exists()
+    slurm.cancel(slurm.launch(job, small, anyway=True))
+
+
+def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes):
+    with pytest.raises(InputError, match=r"No Slurm answers here .* names the partition gpu"):
+        slurm.launch(recipe, two_nodes)
+
+
+@pytest.mark.slurm
+def test_a_preempted_job_that_starts_again_is_asked_about_and_one_that_is_gone_keeps_its_word(
+    live_slurm, recipe, local, tmp_path
+):
+    run = Run.create(recipe, local, tmp_path, "digest")
+    run.note(job_id="999999")  # Slurm has forgotten it
+    evidence.witness(run, "slurm", state="PREEMPTED")
+    assert slurm.state(run).state == "PREEMPTED"
+    evidence.witness(run, "slurm", state="PENDING")
+    assert slurm.state(run).state == "LOST"
 
 
 def test_a_model_without_weights_is_refused_before_a_job_waits_for_it(recipe, local, tmp_path):
