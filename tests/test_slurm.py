@@ -74,7 +74,7 @@ def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(r
 
 
 def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes):
-    with pytest.raises(InputError, match=r"No Slurm answers here .* names the partition gpu"):
+    with pytest.raises(InputError, match=r"No Slurm answers here, .* names the partition gpu"):
         slurm.launch(recipe, two_nodes)
 
 
