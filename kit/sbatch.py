@@ -74,12 +74,13 @@ def render_script(run: Run) -> str:
     """The sbatch script of a run. One srun task a node; accelerate starts the ranks."""
     recipe, cluster = run.recipe, run.cluster
     directives = "".join(f"#SBATCH {line}\n" for line in _directives(recipe, cluster, run.path))
-    setup = "".join(f"{line}\n" for line in cluster.slurm.setup)
+    lines = "".join(f"{line}\n" for line in cluster.slurm.setup)
+    setup = f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n\n" if lines else ""
     return f"#!/bin/bash\n{directives}" + BODY.format(
         run=shlex.quote(str(run.path)),
         python=shlex.quote(sys.executable),
         environment="\n".join(f"export {k}={shlex.quote(v)}" for k, v in _environment(run).items()),
-        setup=f"{setup}\n" if setup else "",
+        setup=setup,
         node_command=shlex.quote(NODE_COMMAND),
     )
 

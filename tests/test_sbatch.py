@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 
@@ -54,6 +55,14 @@ def test_the_node_rank_is_read_on_the_node_and_the_port_comes_from_the_job(run):
         and "29500" not in script
         and "localhost" not in batch_side.split("# The head")[1].split("\n", 1)[1]
     )
+
+
+def test_set_up_lines_may_read_unset_variables_and_the_rest_may_not(recipe, local, tmp_path):
+    slurm = dataclasses.replace(local.slurm, setup=('echo "before[$NEVER_SET]"',))
+    script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
+    setup = script.split('SLURM_JOB_NODELIST\\""\n\n')[1].split("# The head")[0]
+    done = subprocess.run(["bash", "-c", f"set -u\n{setup}\necho $NEVER_SET"], capture_output=True, text=True)
+    assert done.stdout == "before[]\n" and "NEVER_SET: unbound variable" in done.stderr
 
 
 def test_rows_reach_the_disk_within_a_second(run):
