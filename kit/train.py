@@ -90,7 +90,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
                 seconds = now - before
                 logs |= {"step_s": seconds / (step - at_step), "tokens_per_s": (total - tokens_then) / seconds}
             self.last_log = (now, step, total)
-        elif "eval_runtime" in logs:  # evaluation is no part of the pace
+        elif "eval_runtime" in logs and hasattr(self, "last_log"):  # evaluation is no part of the pace
             self.last_log = (before + logs["eval_runtime"], at_step, tokens_then)
         super().log(logs, start_time)
 

@@ -14,7 +14,10 @@ def finished(run):
     end = slurm.wait(run, timeout=400)
     assert end.state == "COMPLETED", run.log.read_text()
     state = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())
-    return [h for h in state["log_history"] if "loss" in h]
+    history = [h for h in state["log_history"] if "loss" in h]
+    assert all(h["tokens_per_s"] > 0 and h["step_s"] > 0 for h in history[1:])
+    assert "tokens_per_s" not in history[0]  # the first step is timed from nowhere
+    return history
 
 
 @pytest.mark.slow
