@@ -30,11 +30,14 @@ class Data:
     """The conversations. `tokens` and `eval_tokens` are known sizes, for forecasts before anything is prepared."""
 
     source: str
+    source_format: Literal[
+        "auto", "oasst_trees", "oasst_messages", "messages", "sharegpt", "alpaca", "prompt_completion", "text"
+    ] = "auto"
     lang: str = ""
     seq_len: int = at_least(8, 2048)
     packing: bool = True
     loss: Literal["assistant", "all"] = "assistant"
-    overlong: Literal["truncate", "drop"] = "truncate"
+    overlong: Literal["truncate", "split", "drop"] = "truncate"
     eval_fraction: float = at_least(0, 0.05, most=0.5)
     tokens: int = at_least(0, 0)
     eval_tokens: int = at_least(0, 0)

@@ -164,12 +164,12 @@ def finish_checkpoint(path: Path, trained: Any) -> None:
         )
 
 
-def settings(run: Run, steps: int) -> SFTConfig:
-    """The recipe in the trainer's words."""
-    recipe, s = run.recipe, run.recipe.schedule
+def settings(path: Path, recipe: Recipe, steps: int) -> SFTConfig:
+    """The recipe in the trainer's words, for a run in the folder `path`."""
+    s = recipe.schedule
     plain_checkpointing = recipe.parallel.activation_checkpointing and not is_sharded(recipe)
     return SFTConfig(
-        output_dir=str(run.path / "checkpoints"), run_name=run.path.name, report_to=["wandb"], disable_tqdm=True,
+        output_dir=str(path / "checkpoints"), run_name=path.name, report_to=["wandb"], disable_tqdm=True,
         max_steps=steps, per_device_train_batch_size=s.micro_batch, per_device_eval_batch_size=s.eval_batch,
         gradient_accumulation_steps=s.grad_accum, optim=s.optimizer, learning_rate=s.lr, weight_decay=s.weight_decay,
         lr_scheduler_type=s.scheduler, warmup_steps=math.ceil(s.warmup_ratio * steps), seed=s.seed,
@@ -196,24 +196,19 @@ def load_base(recipe: Recipe) -> Any:
     return model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
 
 
-def build_trainer(run: Run, console: TextIO) -> Trainer:
-    """The trainer for a run folder; the dataset is memory-mapped, never tokenised here."""
-    recipe, dataset = run.recipe, Dataset(Path(run.info["dataset"]))
-    splits = dataset.manifest["splits"]
+def build_trainer(
+    recipe: Recipe, arguments: SFTConfig, rows: Any, eval_rows: Any, tokenizer: Any, base: Any
+) -> Trainer:
+    """The trainer of a recipe, on rows of input_ids, labels and seq_lengths that are never tokenised here."""
+    targets = recipe.tuning.target_modules
     lora = LoraConfig(
         r=recipe.tuning.r, lora_alpha=recipe.tuning.alpha, lora_dropout=recipe.tuning.dropout, task_type="CAUSAL_LM",
-        target_modules=list(recipe.tuning.target_modules),
+        target_modules="all-linear" if "all-linear" in targets else list(targets),  # PEFT knows the word only bare
     )  # fmt: skip
     trainer = Trainer(
-        model=load_base(recipe),
-        args=settings(run, recipe.optimizer_steps(splits["train"]["rows"])),
-        data_collator=collate,
-        train_dataset=dataset.rows("train"),
-        eval_dataset=dataset.rows("eval") if "eval" in splits else None,
-        processing_class=AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
-        peft_config=lora if recipe.tuning.method == "lora" else None,
-        callbacks=[Watcher(run, console)],
-    )
+        model=base, args=arguments, data_collator=collate, train_dataset=rows, eval_dataset=eval_rows,
+        processing_class=tokenizer, peft_config=lora if recipe.tuning.method == "lora" else None,
+    )  # fmt: skip
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         # With an output_dtype the loss itself is cast to bf16: steps of 1/128 near 1.1. It stays fp32 without.
@@ -223,7 +218,18 @@ def build_trainer(run: Run, console: TextIO) -> Trainer:
 
 def train(run: Run, console: TextIO) -> None:
     """From the newest complete checkpoint, or the start, to the last step; leaves state/result.json."""
-    trainer = build_trainer(run, console)
+    dataset = Dataset(Path(run.info["dataset"]))
+    splits, recipe = dataset.manifest["splits"], run.recipe
+    trainer = build_trainer(
+        recipe,
+        settings(run.path, recipe, recipe.optimizer_steps(splits["train"]["rows"])),
+        dataset.rows("train"),
+        dataset.rows("eval") if "eval" in splits else None,
+        AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
+        load_base(recipe),
+    )
+    watcher = Watcher(run, console)
+    trainer.add_callback(watcher)
     done = [c for c in run.checkpoints() if checkpoint.complete(c)]
     if RANK == 0 and done:
         print(f"resuming from {done[-1].name}", file=console, flush=True)
@@ -231,7 +237,6 @@ def train(run: Run, console: TextIO) -> None:
     if evaluates and not done:
         trainer.args.eval_on_start = True
     trainer.train(resume_from_checkpoint=str(done[-1]) if done else None)
-    watcher = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watcher))
     if evaluates and (not watcher.evals or watcher.evals[-1][0] < trainer.state.global_step):
         trainer.evaluate()
     if RANK == 0:
