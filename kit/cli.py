@@ -46,7 +46,26 @@ def _parser() -> argparse.ArgumentParser:
     add("check", check, "what this cluster is, and where its profile is wrong", "cluster", "json")
     one = add("prepare", prepare, "conversations to a packed dataset folder", "recipe", "json")
     one.add_argument("--out", default="prepared", help="folder that holds prepared datasets")
+    one.add_argument("--workers", type=int, default=1, help="processes; the bytes written are the same for any number")
+    one.add_argument("--engine", default="tokenizers", help="tokenizers, or gigatoken (pip install kit[fast])")
+    one.add_argument("--tasks", type=int, default=0, metavar="N", help="as a Slurm array of N tasks; returns at once")
+    one.add_argument("--cluster", default="local", help="with --tasks: cluster profile or the name of a shipped one")
+    groups = add("data", lambda o: 2, "prepared data in other formats; documents without their near copies")
+    groups = groups.add_subparsers(required=True)
+    one = add("export", data_export, "a prepared folder as Megatron .bin/.idx (no loss mask) or parquet", under=groups)
+    one.add_argument("folder")
+    one.add_argument("out")
+    one.add_argument("--format", choices=("megatron", "parquet"), required=True)
+    one = add("shards", data_shards, "raw documents as WebDataset tar files", under=groups)
+    one = add("dedup", data_dedup, "leave out near copies by MinHash (pip install kit[dedup])", "json", under=groups)
+    for made in (groups.choices["shards"], one):
+        made.add_argument("source", help="file, folder or hub id")
+        made.add_argument("out")
+        made.add_argument("--lang", default="", help="only rows of this language")
     add("predict", predict, "does it fit, how long will it take", "recipe", "cluster", "json")
+    one = add("tune", tune, "the fastest settings that fit and keep the batch", "recipe", "cluster", "json")
+    one.add_argument("--nodes", action="store_true", help="also other numbers of nodes")
+    add("calibrate", calibrate, "forecast beside what a finished run took, and what that says", "run", "json")
     one = add("lint", lint, "what is wrong with sbatch scripts", "json")
     one.add_argument("scripts", nargs="+", metavar="SCRIPT")
     one.add_argument("--cluster", help="cluster profile, for what only the cluster knows")
@@ -147,11 +166,70 @@ def prepare(options: argparse.Namespace) -> int:
     from kit.data import prepare as prepare_dataset
 
     recipe = _recipe(options)
-    dataset = prepare_dataset(recipe, Path(options.out), progress=_say)
+    if options.tasks:
+        from kit.batch import submit
+
+        made = submit(recipe, Cluster.load(options.cluster), Path(options.out), options.tasks, options.engine)
+        _print(options, {"runs": [str(run.path) for run in made]}, [f"{run.path}  job {run.job_id}" for run in made])
+        return 0
+    dataset = prepare_dataset(recipe, Path(options.out), _say, options.engine, options.workers)
     value = dataset.as_dict(recipe)
     lines = [f"{dataset.path}"] + [f"{k}: {v}" for k, v in value["splits"].items()]
     lines += [f"ledger: {value['ledger']}", f"dropped rows: {value['dropped_rows']}"]
     _print(options, value, [*lines, f"{value['optimizer_steps']} optimizer steps"])
+    return 0
+
+
+def data_export(options: argparse.Namespace) -> int:
+    """`kit data export`."""
+    from kit.data import Dataset
+    from kit.export import to_megatron, to_parquet
+
+    write = to_megatron if options.format == "megatron" else to_parquet
+    print(write(Dataset(Path(options.folder)), Path(options.out)))
+    return 0
+
+
+def data_shards(options: argparse.Namespace) -> int:
+    """`kit data shards`."""
+    from kit.export import to_webdataset
+    from kit.sources import open_source
+
+    print(to_webdataset(open_source(options.source), Path(options.out), lang=options.lang))
+    return 0
+
+
+def data_dedup(options: argparse.Namespace) -> int:
+    """`kit data dedup`."""
+    from kit.dedup import deduplicate
+    from kit.sources import open_source
+
+    found = deduplicate(open_source(options.source), Path(options.out), options.lang)
+    _print(options, found, [f"{k}: {v:,}" for k, v in found.items()])
+    return 0
+
+
+def tune(options: argparse.Namespace) -> int:
+    """`kit tune`: exit 1 where nothing fits."""
+    from kit.tune import table
+    from kit.tune import tune as settings_that_fit
+
+    found = settings_that_fit(_recipe(options), Cluster.load(options.cluster), options.nodes)
+    _print(options, {"choices": [c.as_dict() for c in found]}, [table(found)])
+    return int(not found)
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """`kit calibrate`."""
+    from kit.calibrate import calibrate_run
+    from kit.run import Run
+
+    found = calibrate_run(Run.attach(options.run))
+    rows = [
+        f"{key:14} forecast {was if was is None else f'{was:.4g}'}, was {now:.4g}"
+        for key, (was, now) in found.rows.items()
+    ]
+    _print(options, dataclasses.asdict(found), [*rows, found.says])
     return 0
 
 

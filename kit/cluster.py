@@ -17,13 +17,20 @@ from kit.schema import at_least
 
 @dataclass(frozen=True)
 class Nodes:
-    """What each node has. gpus = 0 is a CPU cluster; its memory is then shared by the processes."""
+    """What each node has. gpus = 0 is a CPU cluster; its memory is then shared by the processes.
+
+    kit.probe measures three of them: gpu_efficiency, the part of gpu_bf16_tflops that a large matmul reaches;
+    gpu_memory_gb_s, what the GPU's memory moves; launch_us, in which the host issues one small operation. 0: not known.
+    """
 
     count: int = at_least(1, 1)
     gpus: int = at_least(0, 0)
     gpu: str = ""
     gpu_memory_gib: float = at_least(0, 0.0)
     gpu_bf16_tflops: float = at_least(0, 0.0)
+    gpu_efficiency: float = at_least(0, 0.0, most=1)
+    gpu_memory_gb_s: float = at_least(0, 0.0)
+    launch_us: float = at_least(0, 0.0)
     cpus: int = at_least(1, 2)
     ram_gib: float = at_least(0.5, 16.0)
 

@@ -1,156 +1,205 @@
-"""Conversations from what people have: OASST trees or flat messages, and chat files. One row type inside."""
+"""Conversation: the one row type inside, and a converter for each format that people have."""
 
-import gzip
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
-from kit import files
-from kit.errors import InputError
+from kit import oasst
 
-ROLES = {"prompter": "user", "human": "user", "gpt": "assistant"}
+Row = dict[str, Any]
+Message = dict[str, str]
+
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
+    "prompter": "user",  # OASST
+    "human": "user",  # ShareGPT, and its names for assistants (FastChat, fastchat/data/clean_sharegpt.py)
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
+}
 
 
-@dataclass(frozen=True)
+class Rejected(Exception):  # noqa: N818 - no fault of the kit: a row that is counted and left out
+    """Why a row is not used: a short, stable phrase."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages {role, content} in order. group is the tree that it comes from: a split never divides a group."""
+    """Messages {role, content} in order; a plain-text document is one message of role "text"."""
 
-    id: str
-    group: str
-    messages: tuple[dict[str, str], ...]
-    split: str = ""  # the dataset's own, where it has one
+    id: str  # the row's own, else "<file name>:<line or row number>"
+    group: str  # a split never divides a group: the OASST tree, the row's own `group`, else the prompt
+    messages: tuple[Message, ...]
+    split: str = ""  # "train" or "eval" where the dataset has its own
+    lang: str = ""
 
-
-def read(source: str, lang: str = "") -> tuple[list[Conversation], str]:
-    """Conversations from a file, a folder or a hub id, and the reason for the format that was seen.
-
-    Files: .jsonl or .jsonl.gz of OASST trees, of OASST messages, or of rows with `messages`.
-    Raises InputError that says what was looked for and where.
-    """
-    paths = source_files(source)
-    if not paths:
-        return _read_hub(source, lang)
-    rows = [row for path in paths for row in _json_lines(path)]
-    return _from_rows(rows, str(source), lang)
+    def prompt_key(self) -> str:
+        """Digest of everything before the first reply; of the whole text where there is none."""
+        return _prompt_key(self.messages)
 
 
-def source_files(source: str) -> list[Path]:
-    """The files that a source stands for; none for a hub id. Raises InputError for an empty folder."""
-    path = files.locate(source)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        if found := sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz"))):
-            return found
-        raise InputError(f"Data {source!r}: the folder holds no .jsonl or .jsonl.gz file.")
-    return []
+def _prompt_key(messages: Iterable[Message]) -> str:
+    total = blake2b(digest_size=16)
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        total.update(f"{message['role']}\0{message['content']}\0".encode())
+    return total.hexdigest()
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise InputError(f"{path}, line {number}: not valid JSON ({error}).") from None
-
-
-def _from_rows(rows: list[Any], where: str, lang: str, split: str = "") -> tuple[list[Conversation], str]:
-    first = rows[0] if rows else None
-    if not isinstance(first, dict):
-        raise InputError(f"Data {where!r} holds no rows.")
-    if "prompt" in first and "message_tree_id" in first:
-        return _best_paths(rows, lang, split), "OASST trees: rows have `prompt` and `message_tree_id`"
-    if "parent_id" in first or "message_id" in first:
-        return _best_paths(_trees(rows), lang, split), "OASST messages: rows have `message_id`, joined into trees"
-    if "messages" in first:
-        chats = [_chat(row, i, split) for i, row in enumerate(rows)]
-        return chats, "chat: rows have `messages`"
-    raise InputError(
-        f"Data {where!r}: rows have the keys {', '.join(first)}; known formats have `prompt` with `message_tree_id` "
-        "(OASST trees), `message_id` (OASST messages) or `messages` (chat)."
+def convert(row: Any, source_format: str, name: str, lang: str = "", split: str = "") -> Conversation:
+    """One row, whose id is `name` where it has none of its own. Raises Rejected with the reason."""
+    if not isinstance(row, dict):
+        raise Rejected("not an object")
+    spoken = row["prompt"] if isinstance(row.get("prompt"), dict) else row
+    if lang and spoken.get("lang") not in (None, "", lang):
+        raise Rejected("other language")
+    messages = tuple(FORMATS[source_format].messages(row, lang))
+    if source_format != "text":
+        _check_order([message["role"] for message in messages])
+    tree, group = (_scalar(row.get(key)) for key in ("message_tree_id", "group"))
+    return Conversation(
+        row_id(row, name), tree or group or _prompt_key(messages), messages, split, _scalar(spoken.get("lang"))
     )
 
 
-def _read_hub(source: str, lang: str) -> tuple[list[Conversation], str]:
-    import datasets
+def row_id(row: Any, name: str) -> str:
+    """What to call a row in reports: its own id, else `name`."""
+    keys = ("message_id", "message_tree_id", "id") if isinstance(row, dict) else ()
+    return next((found for key in keys if (found := _scalar(row.get(key)))), name)
 
+
+def _scalar(value: Any) -> str:
+    text = str(value) if isinstance(value, str | int) else ""
+    return text.encode(errors="backslashreplace").decode()  # a lone surrogate can't be written into a report
+
+
+def _check_order(roles: Sequence[str]) -> None:
+    if "assistant" not in roles:
+        raise Rejected("no reply")
+    if any(a == b != "tool" for a, b in pairwise(roles)):  # several tools may answer one call
+        raise Rejected("two messages of one role in a row")
+    if "user" not in roles[: roles.index("assistant")] or "system" in roles[1:]:
+        raise Rejected("roles out of order")
+
+
+def _message(role: Any, content: Any) -> Message:
+    if not isinstance(role, str) or role not in ROLES:
+        raise Rejected("unknown role")
+    return {"role": ROLES[role], "content": _text(content)}
+
+
+def _text(content: Any) -> str:
+    """Content as it is; parts of type text are joined."""
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise Rejected("image or other non-text content")
+        content = "".join(_text(part.get("text")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Rejected("content is not text")
+    if not content or content.isspace():
+        raise Rejected("empty message")
+    if "\0" in content:
+        raise Rejected("NUL character")
     try:
-        loaded = datasets.load_dataset(source)
-    except Exception as error:  # offline, no such data set, no licence accepted: the library's own words follow
-        cache = datasets.config.HF_DATASETS_CACHE
-        raise InputError(
-            f"Data {source!r} not found: there is no such file or folder, and as a hub id it is neither in the cache "
-            f"{cache} nor could it be fetched ({str(error).splitlines()[0]}). Set data.source to a file or folder, "
-            "or HF_HOME to a cache that holds it."
-        ) from None
-    out, reason = [], ""
-    for name, rows in loaded.items():
-        found, reason = _from_rows(list(rows), source, lang, split="eval" if name != "train" else "train")
-        out += found
-    return out, reason
+        content.encode()
+    except UnicodeEncodeError:
+        raise Rejected("lone surrogate") from None
+    return content
 
 
-def _chat(row: dict[str, Any], index: int, split: str) -> Conversation:
-    messages = tuple(_message(m.get("role"), m.get("content")) for m in row["messages"])
-    key = str(row.get("id") or index)
-    return Conversation(key, str(row.get("group") or key), messages, split)
+def _tree(row: Row, lang: str) -> list[Message]:
+    if reason := oasst.unusable(row.get("prompt"), lang):
+        raise Rejected(reason)
+    return [_message(node.get("role"), node["text"]) for node in oasst.best_path(row["prompt"], lang)]
 
 
-def _message(role: Any, content: Any) -> dict[str, str]:
-    return {"role": ROLES.get(role, str(role)), "content": content if isinstance(content, str) else ""}
+def _chat(row: Row, lang: str) -> list[Message]:
+    turns = row.get("messages") or row.get("conversations")
+    if not isinstance(turns, list):
+        raise Rejected("no messages")
+    messages = _system(row) if not turns or _role(turns[0]) != "system" else []
+    return messages + [_turn(turn) for turn in turns]
 
 
-def _trees(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Flat messages into nested trees, in the order of their roots."""
-    nodes = {row["message_id"]: dict(row, replies=[]) for row in rows}
-    for node in nodes.values():
-        if (parent := node.get("parent_id")) in nodes:
-            nodes[parent]["replies"].append(node)
-    for node in nodes.values():
-        if not node.get("parent_id"):
-            yield {"message_tree_id": node.get("message_tree_id") or node["message_id"], "prompt": node}
+def _role(turn: Any) -> Any:
+    return (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
 
 
-def _best_paths(trees: Iterable[dict[str, Any]], lang: str, split: str) -> list[Conversation]:
-    found = ((str(tree["message_tree_id"]), best_path(tree["prompt"], lang)) for tree in trees)
-    return [
-        Conversation(key, key, tuple(_message(node["role"], node["text"]) for node in path), split)
-        for key, path in found
-        if path
-    ]
+def _turn(turn: Any) -> Message:
+    """A message of role/content or from/value."""
+    if not isinstance(turn, dict):
+        raise Rejected("message is not an object")
+    if turn.get("tool_calls"):
+        raise Rejected("tool calls")
+    content = turn.get("content")
+    return _message(_role(turn), turn.get("value") if content is None else content)
 
 
-def best_path(root: dict[str, Any], lang: str = "") -> list[dict[str, Any]]:
-    """The longest path that takes the best-ranked assistant reply at each branch and ends in a reply; else empty.
-
-    rank 0 is best (Open-Assistant's ranked pairs); where filtering removed it, the best that is left counts. Unranked
-    siblings come after ranked ones, oldest first. Ties between paths go to more characters, then to the smaller id.
-    """
-    if not _survives(root, lang):
-        return []
-    paths = [path[:-1] if path[-1]["role"] == "prompter" else path for path in _paths(root, lang)]
-    return min(paths, key=lambda p: (-len(p), -sum(len(n["text"]) for n in p), p[-1]["message_id"] if p else ""))
+def _system(row: Row) -> list[Message]:
+    return [_message("system", row["system"])] if row.get("system") else []
 
 
-def _survives(node: dict[str, Any], lang: str) -> bool:
-    return not node.get("deleted") and bool(node.get("text")) and (not lang or node.get("lang") == lang)
+def _alpaca(row: Row, lang: str) -> list[Message]:
+    """instruction and input joined by a line break; history as pairs (LLaMA-Factory, data/converter.py)."""
+    query = _text(row.get("instruction"))
+    if str(row.get("input") or "").strip():
+        query += "\n" + _text(row["input"])
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise Rejected("history is not pairs")
+    turns = [*pairs, (query, row.get("output"))]
+    return _system(row) + [_message(r, c) for pair in turns for r, c in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _paths(node: dict[str, Any], lang: str) -> Iterator[list[dict[str, Any]]]:
-    replies = [r for r in node.get("replies") or [] if _survives(r, lang)]
-    if node["role"] == "prompter":
-        replies = sorted(replies, key=_preference)[:1]
-    if not replies:
-        yield [node]
-    for reply in replies:
-        for tail in _paths(reply, lang):
-            yield [node, *tail]
+def _completion(row: Row, lang: str) -> list[Message]:
+    sides = (("user", row.get("prompt")), ("assistant", row.get("completion")))
+    return [m for role, c in sides for m in (map(_turn, c) if isinstance(c, list) else [_message(role, c)])]
 
 
-def _preference(node: dict[str, Any]) -> tuple[float, str, str]:
-    rank = node.get("rank")
-    return (float("inf") if rank is None else rank, node.get("created_date") or "", node["message_id"])
+def _document(row: Row, lang: str) -> list[Message]:
+    text = row.get("text")
+    return [{"role": "text", "content": _text(row.get("content") if text is None else text)}]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows of a format are known and turned into messages."""
+
+    keys: str
+    fits: Callable[[Row], bool]
+    messages: Callable[[Row, str], list[Message]]
+
+
+def _turns_have(row: Row, key: str) -> bool:
+    turns = row.get("conversations")
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and bool(turns[0].get(key))
+
+
+# In the order in which they are tried: OASST messages have `text` too.
+FORMATS = {
+    "oasst_trees": Format(
+        "`prompt` and `message_tree_id`", lambda r: isinstance(r.get("prompt"), dict) and "message_tree_id" in r, _tree
+    ),
+    "oasst_messages": Format("`message_id` and `text`", lambda r: "message_id" in r and "text" in r, _tree),
+    "messages": Format(
+        "`messages`, or `conversations` of `role` and `content`",
+        lambda r: isinstance(r.get("messages"), list) or _turns_have(r, "role"),
+        _chat,
+    ),
+    "sharegpt": Format("`conversations` of `from` and `value`", lambda r: _turns_have(r, "from"), _chat),
+    "alpaca": Format("`instruction` and `output`", lambda r: "instruction" in r and "output" in r, _alpaca),
+    "prompt_completion": Format(
+        "`prompt` and `completion`", lambda r: "prompt" in r and "completion" in r, _completion
+    ),
+    "text": Format(
+        "`text` or `content`",
+        lambda r: "role" not in r and any(isinstance(r.get(key), str) for key in ("text", "content")),
+        _document,
+    ),
+}
+# The columns that any converter reads; a table's others are not decoded.
+COLUMNS = frozenset(
+    {"id", "group", "lang", "message_tree_id", "prompt", "message_id", "parent_id", "text", "role", "rank", "deleted"}
+    | {"created_date", "review_result", "messages", "conversations", "system", "instruction", "input", "output"}
+    | {"history", "completion", "content"}
+)

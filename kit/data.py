@@ -2,27 +2,41 @@
 
 import fcntl
 import hashlib
-import html
-import json
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from kit import files, model
-from kit.conversations import Conversation, read, source_files
-from kit.encode import IGNORE, Encoded, Encoder, agrees_with_template
-from kit.errors import KitError
-from kit.pack import pack
+import numpy as np
+
+from kit import files
+from kit.engine import Name
+from kit.errors import InputError, KitError
+from kit.pack import lower_bound, pack
+from kit.parts import EXAMPLES, TOKENS, Array, Documents, Ledger, as_lists, encode_part, inputs, settings, stamp
 from kit.recipe import Recipe
 
-MAKERS = ("data.py", "conversations.py", "encode.py", "pack.py")  # a change in any makes another dataset
-CHECKED = 32  # conversations compared with the tokenizer's own rendering
+IN_A_BATCH = 2**24  # tokens of one Arrow batch: lists have int32 offsets, so a long table is many batches
+STEADY_S = 2.0  # a file that changed less than this ago may change again under the same time stamp
+
+ARROW = "data-00000-of-00001.arrow"
+STATE: dict[str, Any] = {
+    "_format_columns": None,
+    "_format_kwargs": {},
+    "_format_type": None,
+    "_output_all_columns": False,
+    "_split": None,
+}
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Dataset:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """Digest, splits, ledger, dropped rows and length histogram."""
+        """Digest, splits, ledger, dropped rows, languages, leaks and length histogram."""
         return dict(files.read_json(self.path / "manifest.json"))
 
     def rows(self, split: str) -> Any:
@@ -48,221 +62,205 @@ class Dataset:
         return {"folder": str(self.path), **self.manifest, "optimizer_steps": steps}
 
 
-@dataclass
-class Ledger:
-    """Where every token and row went: read = kept + sum(dropped), checked before anything is written."""
+def prepare(
+    recipe: Recipe,
+    out: Path = Path("prepared"),
+    progress: Progress | None = None,
+    engine: Name = "tokenizers",
+    workers: int = 1,
+) -> Dataset:
+    """The recipe's dataset folder under `out`, built once: the same inputs give the same folder, byte for byte.
 
-    read_tokens: int = 0
-    kept_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    dropped_rows: Counter[str] = field(default_factory=Counter)
-
-    def drop(self, reason: str, tokens: int = 0, rows: int = 1) -> None:
-        """Account for tokens that are not trained on."""
-        self.dropped[reason] += tokens
-        self.dropped_rows[reason] += rows
-
-    def check(self) -> None:
-        """Raises KitError if a token is unaccounted for."""
-        if self.read_tokens != self.kept_tokens + sum(self.dropped.values()):
-            raise KitError(f"The token ledger does not add up: {self}. This is a fault in the kit; please report it.")
-
-
-def prepare(recipe: Recipe, out: Path = Path("prepared"), progress: Any = None) -> Dataset:
-    """The recipe's dataset folder under `out`, built once: the same inputs give the same folder.
-
-    Raises InputError where the data or the tokenizer is not found, KitError where nothing is left to train on.
+    Neither engine nor workers (processes) changes it. Raises InputError where the data, the tokenizer or the engine is
+    not found, KitError where nothing is left to train on.
     """
-    digest = _digest(recipe)
-    path = out / f"{recipe.name}-{digest[:12]}"
-    with _one_builder(path):
-        if not path.is_dir():
-            _build(recipe, digest, path, progress or (lambda text: None))
-    return Dataset(path)
+    return _once(recipe, out, progress, lambda folder: _encode_all(recipe, folder, engine, workers))
+
+
+def merge(recipe: Recipe, parts: Sequence[Path], out: Path = Path("prepared"), progress: Any = None) -> Dataset:
+    """The dataset folder from the files that `encode_part` made, such as by the tasks of a Slurm array.
+
+    Raises InputError where a part is missing or was made from other inputs.
+    """
+    made, marks = stamp(recipe), Documents(parts).marks
+    if other := [path.name for path, mark in zip(parts, marks, strict=True) if mark["stamp"] != made]:
+        raise InputError(f"{', '.join(other)}: made from other inputs or settings than these; encode again.")
+    shares, count = [mark["part"][0] for mark in marks], marks[0]["part"][1] if marks else 1
+    if sorted(shares) != list(range(count)):
+        raise InputError(f"Parts {sorted(shares)} of 0 to {count - 1} are here; each is needed once.")
+    return _once(recipe, out, progress, lambda folder: parts)
 
 
 def find_prepared(recipe: Recipe, out: Path = Path("prepared")) -> Dataset | None:
     """The newest folder prepared with these settings, found without reading the data or loading a tokenizer."""
-    found = [p for p in out.glob("*/manifest.json") if files.read_json(p)["settings"] == _settings(recipe)]
+    manifests = [p for p in out.glob("*/manifest.json") if not p.parent.name.startswith(".")]
+    found = [p for p in manifests if files.read_json(p)["settings"] == settings(recipe)]
     return Dataset(max(found, key=lambda p: p.stat().st_mtime).parent) if found else None
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe shapes the rows."""
-    data = {k: v for k, v in vars(recipe.data).items() if k not in ("tokens", "eval_tokens")}
-    return {"model": recipe.model.name, "data": data, "seed": recipe.schedule.seed}
+def _whole(path: Path) -> bool:
+    return (path / "manifest.json").is_file()  # written last, before the folder gets its name
+
+
+def _once(recipe: Recipe, out: Path, progress: Progress | None, encode: Callable[[Path], Sequence[Path]]) -> Dataset:
+    out.mkdir(parents=True, exist_ok=True)
+    digest, say = _digest(recipe, out), progress or (lambda text: None)
+    path = out / f"{recipe.name}-{digest[:12]}"
+    with _one_builder(path, say) as first:
+        if first:
+            with tempfile.TemporaryDirectory(dir=out, prefix=f".{path.name}.parts.") as folder:
+                _publish(recipe, digest, encode(Path(folder)), path, say)
+    return Dataset(path)
 
 
 @contextmanager
-def _one_builder(path: Path) -> Iterator[None]:
-    """Many may start at once; one builds, the others wait and find it done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _one_builder(path: Path, say: Progress) -> Iterator[bool]:
+    """Whether the folder is still to build. Many may start at once; one builds, the others wait and find it done.
+
+    Where the file system has no locks (NFS without lockd), more than one may build: the work is double, the result is
+    not, since the first to finish gives the folder its name.
+    """
+    if _whole(path):
+        yield False
+        return
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            say(f"No file locks in {path.parent} ({error.strerror}): others that start now will build {path} too.")
+        yield not _whole(path)
 
 
-def _digest(recipe: Recipe) -> str:
-    """sha256 over the input bytes, the settings that shape rows, the tokenizer's files and the code that makes them."""
-    settings = _settings(recipe) | {"model": ""}  # the tokenizer's files count, not their place
-    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    tokenizer = Path(model.source(recipe.model.name))
-    inputs = source_files(recipe.data.source)
-    inputs += [p for p in sorted(tokenizer.iterdir()) if "token" in p.name or p.suffix == ".jinja"]
-    inputs += [Path(__file__).with_name(name) for name in MAKERS]
-    for path in inputs:
-        with path.open("rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
+def _digest(recipe: Recipe, out: Path) -> str:
+    """sha256 over the input bytes, the settings that shape rows, the tokenizer's files and the code that makes them.
+
+    Digests of files are kept in `out`/.digests.json by path, size and time, so that large inputs are read once.
+    """
+    told, paths = inputs(recipe)
+    kept_in, total = out / ".digests.json", hashlib.sha256(told)
+    known = files.read_json(kept_in) if kept_in.is_file() else {}
+    new = {}
+    for path in paths:
+        found = path.stat()
+        key = f"{path.absolute()} {found.st_size} {found.st_mtime_ns}"
+        if not (value := known.get(key)):
+            with path.open("rb") as stream:
+                value = hashlib.file_digest(stream, "sha256").hexdigest()
+            if time.time() - found.st_mtime > STEADY_S:
+                new[key] = value
+        total.update(value.encode())
+    if new:
+        files.write_json(kept_in, known | new)
     return total.hexdigest()
 
 
-def _build(recipe: Recipe, digest: str, path: Path, progress: Any) -> None:
-    found, reason = read(recipe.data.source, recipe.data.lang)
-    progress(f"{len(found)} conversations ({reason})")
-    tokenizer = model.load_tokenizer(recipe.model.name)
-    encoder, ledger = Encoder(tokenizer, recipe.data.loss), Ledger()
-    splits: dict[str, list[Encoded]] = {"train": [], "eval": []}
-    kept = [c for c in found if _acceptable(c, ledger)]
-    for conversation, encoded in zip(kept, encoder(c.messages for c in kept), strict=True):
-        if fitted := _fit(encoded, recipe, ledger):
-            splits[_side(conversation, recipe)].append(fitted)
-    progress(f"{ledger.read_tokens:,} tokens encoded")
-    _check_encoding(encoder, kept[:CHECKED])
-    if not splits["train"]:
+def _encode_all(recipe: Recipe, folder: Path, engine: Name, workers: int) -> list[Path]:
+    if workers == 1:
+        return [encode_part(recipe, folder, engine=engine)]
+    shares = [(i, workers) for i in range(workers)]
+    # Fresh processes: a forked one may hold locks of the parent's threads. One thread each, as many as workers.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
+        return list(pool.map(partial(encode_part, recipe, folder, engine=engine), shares))
+
+
+def _one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _publish(recipe: Recipe, digest: str, parts: Sequence[Path], path: Path, say: Progress) -> None:
+    """Merge, pack and write; the folder gets its name when all is in it."""
+    documents, ledger = Documents(parts), Ledger()
+    for mark in documents.marks:
+        ledger.add(mark["ledger"])
+    reason = documents.marks[0]["format"]
+    say(f"{ledger.read_tokens:,} tokens encoded ({reason})")
+    splits = _splits(documents.columns, ledger)
+    if not len(splits["train"]):
         raise KitError(f"Nothing is left to train on from {recipe.data.source}: {dict(ledger.dropped_rows)}.")
+    ledger.kept_tokens = sum(_sizes(documents.columns, which)["tokens"] for which in splits.values())
     ledger.check()
-    with files.new_folder(path) as folder:
-        sizes = {name: _write(folder / name, docs, recipe) for name, docs in splits.items() if docs}
-        tokenizer.save_pretrained(folder / "tokenizer")
-        files.write_json(
-            folder / "manifest.json", _manifest(digest, reason, sizes, ledger, splits) | {"settings": _settings(recipe)}
-        )
-    progress(f"{sizes['train']['rows']} rows for training")
-
-
-def _acceptable(conversation: Conversation, ledger: Ledger) -> bool:
-    roles = [m["role"] for m in conversation.messages]
-    if any(not m["content"].strip() for m in conversation.messages):
-        ledger.drop("empty message")
-    elif "assistant" not in roles:
-        ledger.drop("no reply")
-    elif any(role not in ("system", "user", "assistant") for role in roles):
-        ledger.drop("unknown role")
-    elif any(a == b for a, b in pairwise(roles)):
-        ledger.drop("two messages of one role in a row")
-    else:
-        return True
-    return False
-
-
-def _fit(encoded: Encoded, recipe: Recipe, ledger: Ledger) -> Encoded | None:
-    """The document as it goes into a row; None where nothing of it can be trained on."""
-    size, length = recipe.data.seq_len, len(encoded.ids)
-    ledger.read_tokens += length
-    if length > size and recipe.data.overlong == "drop":
-        ledger.drop("longer than seq_len", length)
-        return None
-    if length > size:
-        # The end token stays, else the model learns that long replies never stop.
-        encoded = Encoded([*encoded.ids[: size - 1], _end(encoded)], [*encoded.counts[: size - 1], True])
-    if not any(encoded.counts[1:-1]):
-        ledger.drop("no reply inside seq_len", length)
-        return None
-    if length > size:
-        ledger.drop("cut at seq_len", length - size, rows=0)
-    ledger.kept_tokens += len(encoded.ids)
-    return encoded
-
-
-def _end(encoded: Encoded) -> int:
-    """The last token that the loss counts: the one that ends the last reply."""
-    return next(t for t, c in zip(reversed(encoded.ids), reversed(encoded.counts), strict=True) if c)
-
-
-def _side(conversation: Conversation, recipe: Recipe) -> str:
-    """The dataset's own split, else by a hash of the group: stable when rows are added or reordered."""
-    if conversation.split:
-        return conversation.split
-    share = int.from_bytes(hashlib.sha256(f"split:{conversation.group}".encode()).digest()[:8], "big") / 2**64
-    return "eval" if share < recipe.data.eval_fraction else "train"
-
-
-def _check_encoding(encoder: Encoder, sample: list[Conversation]) -> None:
-    for conversation, encoded in zip(sample, encoder(c.messages for c in sample), strict=True):
-        if not agrees_with_template(encoder, conversation.messages, encoded):
-            raise KitError(
-                f"Conversation {conversation.id}: piecewise ids differ from the tokenizer's own rendering, so this "
-                "tokenizer joins text across control tokens; its loss mask would not be exact."
-            )
-
-
-def _write(path: Path, documents: list[Encoded], recipe: Recipe) -> dict[str, int]:
-    """One split as Arrow; returns its sizes."""
-    import datasets
-
-    size, lengths = recipe.data.seq_len, [len(d.ids) for d in documents]
-    rows = pack(lengths, size, recipe.schedule.seed) if recipe.data.packing else [[i] for i in range(len(lengths))]
-    kind = datasets.Sequence(datasets.Value("int32"))
-    table = datasets.Dataset.from_dict(
-        {
-            "input_ids": [[t for i in row for t in documents[i].ids] for row in rows],
-            "labels": [[t for i in row for t in documents[i].labels] for row in rows],
-            "seq_lengths": [[lengths[i] for i in row] for row in rows],
-        },
-        features=datasets.Features({"input_ids": kind, "labels": kind, "seq_lengths": kind}),
-    )
-    with _quiet_progress():
-        table.save_to_disk(str(path))
-    counted = sum(label != IGNORE for d in documents for label in d.labels)
-    return {"conversations": len(documents), "rows": len(rows), "tokens": sum(lengths), "loss_tokens": counted}
-
-
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    import datasets
-
-    datasets.disable_progress_bars()
     try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+        with files.new_folder(path) as folder:
+            shutil.copytree(parts[0].parent / "tokenizer", folder / "tokenizer")
+            sizes = {
+                k: _write(folder / k, documents, which, recipe, digest) for k, which in splits.items() if which.size
+            }
+            told = {"digest": digest, "format": reason, "splits": sizes, "settings": settings(recipe)}
+            files.write_json(folder / "manifest.json", told | _account(documents.columns, splits, ledger))
+    except InputError:
+        if not _whole(path):  # else another was faster, where there are no locks
+            raise
+    say(f"{len(splits['train'])} documents for training, {len(splits['eval'])} for evaluation")
 
 
-def _manifest(
-    digest: str, reason: str, sizes: dict[str, Any], ledger: Ledger, splits: dict[str, list[Encoded]]
-) -> dict[str, Any]:
+def _splits(columns: dict[str, Array], ledger: Ledger) -> dict[str, Array]:
+    """The documents of train and of eval, without those of a conversation that came before, word for word."""
+    _, first, group = np.unique(columns["key"], return_index=True, return_inverse=True)
+    again = columns["conversation"] != columns["conversation"][first[group]]
+    for name, tokens in zip(columns["id"][again], columns["length"][again].tolist(), strict=True):
+        ledger.drop(name, "duplicate", tokens)
+    return {name: np.flatnonzero(~again & (columns["eval"] == side)) for side, name in enumerate(("train", "eval"))}
+
+
+def _sizes(columns: dict[str, Array], which: Array) -> dict[str, int]:
     return {
-        "digest": digest,
-        "format": reason,
-        "splits": sizes,
-        "ledger": {
-            "read_tokens": ledger.read_tokens,
-            "kept_tokens": ledger.kept_tokens,
-            "dropped": dict(ledger.dropped),
-        },
-        "dropped_rows": {k: v for k, v in ledger.dropped_rows.items() if v},
-        "lengths": _histogram(len(d.ids) for docs in splits.values() for d in docs),
+        "conversations": len(np.unique(columns["conversation"][which])),
+        "documents": len(which),
+        "tokens": int(columns["length"][which].sum()),
+        "loss_tokens": int(columns["counted"][which].sum()),
     }
 
 
-def _histogram(lengths: Iterable[int], bins: int = 24) -> dict[str, list[int]]:
+def _write(path: Path, documents: Documents, which: Array, recipe: Recipe, digest: str) -> dict[str, Any]:
+    """One split, packed, as datasets.save_to_disk lays it out; returns its sizes."""
+    import pyarrow as pa
+
+    size, lengths = recipe.data.seq_len, documents.columns["length"][which]
+    order, starts = np.arange(len(which)), np.arange(len(which) + 1)
+    if recipe.data.packing:
+        order, starts = pack(lengths, size, recipe.schedule.seed)
+    path.mkdir()
+    names, rows, step = [*TOKENS, "seq_lengths"], len(starts) - 1, max(1, IN_A_BATCH // size)
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+    with pa.OSFile(str(path / ARROW), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for at in range(0, rows, step):
+            bounds = starts[at : at + step + 1]
+            chosen, bounds = order[bounds[0] : bounds[-1]], bounds - bounds[0]
+            in_tokens = np.r_[0, np.cumsum(lengths[chosen])][bounds]
+            columns = [as_lists(documents.tokens(name, which[chosen]), in_tokens) for name in TOKENS]
+            writer.write_batch(pa.record_batch([*columns, as_lists([lengths[chosen]], bounds)], schema))
+    kind = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
+    files.write_json(path / "dataset_info.json", {"features": dict.fromkeys(names, kind)})
+    mark = hashlib.sha256(f"{digest} {path.name}".encode()).hexdigest()[:16]
+    files.write_json(path / "state.json", STATE | {"_data_files": [{"filename": ARROW}], "_fingerprint": mark})
+    fill, bound = int(lengths.sum()) / (rows * size), lower_bound(lengths, size) if recipe.data.packing else rows
+    return {"rows": rows, **_sizes(documents.columns, which), "fill": round(fill, 6), "bound": bound}
+
+
+def _account(columns: dict[str, Array], splits: dict[str, Array], ledger: Ledger) -> dict[str, Any]:
+    """Where rows and tokens went, and what the kept ones are."""
+    kept = np.concatenate(list(splits.values()))
+    asked = {name: columns["prompt"][which] for name, which in splits.items()}
+    both = np.intersect1d(asked["train"], asked["eval"])
+    langs = columns["lang"][kept]
+    tokens = {k: v for k, v in vars(ledger).items() if k.endswith("_tokens")}
+    return {
+        "ledger": tokens | {"dropped": dict(sorted((+ledger.dropped).items()))},
+        "dropped_rows": dict(sorted(ledger.dropped_rows.items())),
+        "dropped_examples": dict(sorted(ledger.examples.items())),
+        "changed_rows": dict(sorted((+ledger.changed_rows).items())),
+        "template_tokens": round(float(columns["structure"][kept].mean()), 1),
+        "languages": {lang or "unknown": _sizes(columns, kept[langs == lang]) for lang in sorted(set(langs))},
+        "leaks": {
+            "prompts": len(both),
+            "examples": columns["id"][splits["eval"][np.isin(asked["eval"], both)]][:EXAMPLES].tolist(),
+        },
+        "lengths": _histogram(columns["length"][kept]),
+    }
+
+
+def _histogram(lengths: Array, bins: int = 24) -> dict[str, list[int]]:
     """Documents by length in tokens, in equal bins: {"upto": right edges, "documents": counts}."""
-    values = list(lengths)
-    width = max(1, math.ceil(max(values) / bins))
-    counts = Counter((v - 1) // width for v in values)
-    return {"upto": [width * (i + 1) for i in range(bins)], "documents": [counts[i] for i in range(bins)]}
-
-
-def preview(dataset: Dataset, split: str = "train", row: int = 0, tokens: int = 400) -> str:
-    """The head of one row as HTML: what the loss counts in blue on light blue, document borders as bars."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(dataset.path / "tokenizer")
-    values = dataset.rows(split)[row]
-    starts = {sum(values["seq_lengths"][:i]) for i in range(1, len(values["seq_lengths"]))}
-    parts = []
-    for i, (token, label) in enumerate(zip(values["input_ids"][:tokens], values["labels"], strict=False)):
-        style = ' style="background:#dbeafe;color:#1d4ed8"' if label != IGNORE else ""
-        bar = '<hr style="border:0;border-top:2px dashed #334155">' if i in starts else ""
-        parts.append(f"{bar}<span{style}>{html.escape(tokenizer.decode([token]))}</span>")
-    return f'<div style="white-space:pre-wrap;font-family:monospace;font-size:12px">{"".join(parts)}</div>'
+    width = max(1, -(-int(lengths.max()) // bins))
+    counts = np.bincount((lengths - 1) // width, minlength=bins)
+    return {"upto": [width * (i + 1) for i in range(bins)], "documents": counts.tolist()}

@@ -5,127 +5,208 @@ tokens become ids. What lies inside is content: it stays text, whatever it looks
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.engine import Engine, Ints, Name, Tokens
 from kit.errors import KitError
 
-OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters that no template emits
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them out of all text
 IGNORE = -100  # the label that cross-entropy skips
+# A template that asks for today would give other ids tomorrow; this is the day that Llama 3.1's template states.
+TODAY = (
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
+    "| replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') }}{%- endmacro -%}"
+)
+
+Messages = Sequence[dict[str, str]]
+Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of one conversation and, for each, whether the loss counts it."""
+    """Token ids of one conversation and, for each, whether the loss counts it; or why the template refused it."""
 
-    ids: list[int]
-    counts: list[bool]
+    ids: Ints
+    counts: Flags
+    structure: int = 0  # tokens that hold nothing of any message
+    refused: str = ""
 
     @property
-    def labels(self) -> list[int]:
+    def labels(self) -> Ints:
         """ids where the loss counts, else -100; never the first token, which nothing predicts."""
-        return [IGNORE if i == 0 or not c else t for i, (t, c) in enumerate(zip(self.ids, self.counts, strict=True))]
+        labels = np.where(self.counts, self.ids, np.int32(IGNORE))
+        labels[:1] = IGNORE
+        return labels
+
+
+@dataclass(slots=True)
+class _Run:
+    """Text between control tokens, with the bytes that are content and those that the loss counts."""
+
+    text: str = ""
+    size: int = 0
+    content: list[tuple[int, int]] = field(default_factory=list)
+    counted: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, text: str, content: bool = False, counts: bool = False) -> None:
+        span = self.size, self.size + (len(text) if text.isascii() else len(text.encode()))
+        self.text, self.size = self.text + text, span[1]
+        if content:
+            self.content.append(span)
+        if counts:
+            self.counted.append(span)
+
+
+class _Structure(NamedTuple):
+    """Template text between two contents: what joins the first, ids from control to control, what joins the second."""
+
+    head: str
+    ids: Ints
+    tail: str
+
+
+_Layout = list[_Run | tuple[Ints, Flags]]
 
 
 class Encoder:
     """Encodes by a tokenizer's own chat template. loss: "assistant" counts replies and their end token, "all" all."""
 
-    def __init__(self, tokenizer: Any, loss: str = "assistant") -> None:
-        if not tokenizer.is_fast or not tokenizer.chat_template:
-            raise KitError(
-                f"The tokenizer {tokenizer.name_or_path} has no "
-                + ("chat template" if tokenizer.is_fast else "fast version")
-                + "; choose an instruct model, or put a chat_template.jinja beside the tokenizer."
-            )
+    def __init__(self, tokenizer: Any, loss: str = "assistant", engine: Name = "tokenizers") -> None:
+        if not tokenizer.is_fast:
+            raise KitError(f"The tokenizer {tokenizer.name_or_path} has no fast version; choose a model that has one.")
         self.tokenizer, self.loss = tokenizer, loss
+        self.engine = Engine(tokenizer, engine)
         self.control = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
         by_length = sorted(self.control, key=len, reverse=True)
         self.splitter = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
-        self.trims = self._template_trims()
+        self.structures: dict[str, _Structure] = {}
+        self.template = ""  # read at the first conversation: documents need none
 
-    def _template_trims(self) -> bool:
-        """Whether the template strips white space around contents (Llama 3's does)."""
-        text = self._render([{"role": "user", "content": "\n x \n"}, {"role": "assistant", "content": "y"}])
-        return "\n x \n" not in text
+    def __call__(self, conversations: Sequence[Messages]) -> list[Encoded]:
+        """One Encoded a conversation; a single message of role "text" is a document and takes no template.
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
+        Raises KitError where there is no chat template, or one that changes contents: no exact mask then.
+        """
+        rendered = iter(self._layouts([m for m in conversations if m[0]["role"] != "text"]))
+        layouts = [self._document(m[0]) if m[0]["role"] == "text" else next(rendered) for m in conversations]
+        runs = [item for layout in layouts for item in layout if isinstance(item, _Run)]
+        tokens = iter(self.engine([run.text for run in runs]))
+        return [self._join(layout, tokens) for layout in layouts]
 
-    def __call__(self, conversations: Iterable[Sequence[dict[str, str]]]) -> list[Encoded]:
-        """One Encoded a conversation. Raises KitError where the template changes contents: no exact mask then."""
-        pieces = [self._pieces(messages) for messages in conversations]
-        texts = [p.text for conversation in pieces for p in conversation if p.text]
-        encoded = iter(self._encode(texts))
-        return [self._join(conversation, encoded) for conversation in pieces]
+    def render(self, conversations: Sequence[Messages], **options: Any) -> Any:
+        """apply_chat_template, with the day pinned where the template asks for it."""
+        return self.tokenizer.apply_chat_template(
+            [list(m) for m in conversations], chat_template=self.template, **options
+        )
 
-    def _encode(self, texts: list[str]) -> list[Any]:
-        """Plain text to ids: nothing in it is a control token, and no BOS is added."""
-        backend = self.tokenizer.backend_tokenizer
-        before, backend.encode_special_tokens = backend.encode_special_tokens, True
-        try:
-            return list(backend.encode_batch(texts, add_special_tokens=False))
-        finally:
-            backend.encode_special_tokens = before
-
-    def _pieces(self, messages: Sequence[dict[str, str]]) -> list["_Piece"]:
-        """Runs of text between control tokens, each with the spans that the loss counts, and the control tokens."""
-        contents = [m["content"].strip() if self.trims else m["content"] for m in messages]
-        marked = [dict(m, content=OPEN + c + CLOSE) for m, c in zip(messages, contents, strict=True)]
-        parts = re.split(f"[{OPEN}{CLOSE}]", self._render(marked))
-        if parts[1::2] != contents:
+    def _read_template(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise KitError(
+                f"The tokenizer {self.tokenizer.name_or_path} has no chat template; choose an instruct model, or put a "
+                "chat_template.jinja beside the tokenizer."
+            )
+        template = str(self.tokenizer.get_chat_template())
+        self.template = TODAY + template if "strftime_now" in template else template
+        probe = [[{"role": "user", "content": "\n x \n"}, {"role": "assistant", "content": "y"}]]
+        self.trims = "\n x \n" not in self.render(probe, tokenize=False)[0]  # Llama 3's strips contents
+        if isinstance(self._layouts(probe)[0], str):
             raise KitError("The chat template changes, drops or reorders contents, so the loss mask cannot be exact.")
-        pieces, reply_open = [_Piece()], False
+
+    def _layouts(self, chats: Sequence[Messages]) -> list[_Layout | str]:
+        """Runs of text and control tokens in order, for each conversation; or why there are none."""
+        from jinja2 import TemplateError
+
+        if chats and not self.template:
+            self._read_template()
+        contents = [[m["content"].strip() if self.trims else m["content"] for m in messages] for messages in chats]
+        marked = [
+            [{"role": m["role"], "content": OPEN + c + CLOSE} for m, c in zip(messages, texts, strict=True)]
+            for messages, texts in zip(chats, contents, strict=True)
+        ]
+        try:
+            rendered = self.render(marked, tokenize=False) if chats else []
+        except TemplateError as error:
+            if len(chats) == 1:
+                return [f"refused by the chat template: {error}"]
+            return [self._layouts([messages])[0] for messages in chats]
+        return [self._layout(*each) for each in zip(chats, contents, rendered, strict=True)]
+
+    def _layout(self, messages: Messages, contents: list[str], rendered: str) -> _Layout | str:
+        parts = re.split(f"[{OPEN}{CLOSE}]", rendered)
+        if parts[1::2] != contents:
+            return "changed by the chat template"
+        layout: _Layout = []
+        run, reply = _Run(), False
         for index, part in enumerate(parts):
             if index % 2:
-                reply_open = messages[index // 2]["role"] == "assistant"
-                pieces[-1].add(part, reply_open or self.loss == "all")
+                reply = messages[index // 2]["role"] == "assistant"
+                run.add(part, content=True, counts=reply)
                 continue
-            for text in filter(None, self.splitter.split(part)):
-                if text in self.control:
-                    counts = reply_open or self.loss == "all"  # the token that ends a reply is trained
-                    pieces += [_Piece(control=self.control[text], counts=counts), _Piece()]
-                    reply_open = False
-                else:
-                    pieces[-1].add(text, self.loss == "all")
-        return pieces
+            found = self._structure(part)
+            ends = bool(len(found.ids))
+            run.add(found.head, counts=reply and ends)
+            if ends:
+                layout += [run, (found.ids, np.arange(len(found.ids)) < reply)]  # the first may end a reply
+                run, reply = _Run(), False
+                run.add(found.tail)
+        return [item for item in [*layout, run] if not isinstance(item, _Run) or item.text]
 
-    def _join(self, pieces: list["_Piece"], encoded: Any) -> Encoded:
-        ids: list[int] = []
-        counts: list[bool] = []
-        for piece in pieces:
-            if piece.control is not None:
-                ids.append(piece.control)
-                counts.append(piece.counts)
-            elif piece.text:
-                tokens = next(encoded)
-                ids += tokens.ids
-                counts += [piece.covers(start, end) for start, end in tokens.offsets]
-        return Encoded(ids, counts)
+    def _structure(self, part: str) -> _Structure:
+        if part not in self.structures:
+            head, *rest = self.splitter.split(part)
+            tail = rest.pop() if rest else ""
+            ids = [
+                [self.control[text]] if text in self.control else self.engine([text])[0].ids for text in rest if text
+            ]
+            self.structures[part] = _Structure(head, np.concatenate([[], *ids]).astype(np.int32), tail)
+        return self.structures[part]
+
+    def _document(self, message: dict[str, str]) -> _Layout:
+        """Plain text, all of it counted, between the BOS that the tokenizer itself adds, if it does, and EOS."""
+        token = self.tokenizer
+        if token.eos_token_id is None:
+            raise KitError(f"The tokenizer {token.name_or_path} has no EOS token, so documents would run together.")
+        run = _Run()
+        run.add(message["content"], content=True, counts=True)
+        added = token.backend_tokenizer.encode("").ids
+        begin = [token.bos_token_id] if token.bos_token_id in added and token.bos_token_id != token.eos_token_id else []
+        fixed = [(np.array(ids, np.int32), np.ones(len(ids), np.bool_)) for ids in (begin, [token.eos_token_id])]
+        return [fixed[0], run, fixed[1]]
+
+    def _join(self, layout: _Layout | str, tokens: Iterator[Tokens]) -> Encoded:
+        if isinstance(layout, str):
+            return Encoded(np.zeros(0, np.int32), np.zeros(0, np.bool_), refused=layout)
+        ids, counts, content = [], [], 0
+        for item in layout:
+            if isinstance(item, _Run):
+                found = next(tokens)
+                ids.append(found.ids)
+                inside = _covered(found, item.content)
+                counts.append(inside if item.counted == item.content else _covered(found, item.counted))
+                content += int(np.count_nonzero(inside))
+            else:
+                ids.append(item[0])
+                counts.append(item[1])
+        whole, counted = np.concatenate(ids), np.concatenate(counts)
+        return Encoded(whole, counted | (self.loss == "all"), len(whole) - content)
 
 
-class _Piece:
-    """A control token, or a run of text with the spans (in characters) that the loss counts."""
-
-    def __init__(self, control: int | None = None, counts: bool = False) -> None:
-        self.control, self.counts = control, counts
-        self.text = ""
-        self.spans: list[tuple[int, int]] = []
-
-    def add(self, text: str, counts: bool) -> None:
-        """Append text to the run."""
-        if counts and text:
-            self.spans.append((len(self.text), len(self.text) + len(text)))
-        self.text += text
-
-    def covers(self, start: int, end: int) -> bool:
-        """Whether a token at these characters holds any character that counts."""
-        return any(start < b and a < end for a, b in self.spans)
+def _covered(tokens: Tokens, spans: list[tuple[int, int]]) -> Flags:
+    """Which tokens hold any byte of the spans."""
+    hit = np.zeros(len(tokens.ids), np.bool_)
+    for start, end in spans:
+        hit |= (tokens.starts < end) & (start < tokens.ends)
+    return hit
 
 
-def agrees_with_template(encoder: Encoder, messages: Sequence[dict[str, str]], encoded: Encoded) -> bool:
+def agrees_with_template(encoder: Encoder, messages: Messages, encoded: Encoded) -> bool:
     """Whether the ids equal apply_chat_template's own, as they must where no content looks like a control token."""
-    if any(encoder.splitter.search(m["content"]) for m in messages):
+    if encoded.refused or messages[0]["role"] == "text" or any(encoder.splitter.search(m["content"]) for m in messages):
         return True
-    ids = encoder.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)["input_ids"]
-    return list(ids) == encoded.ids
+    ids = encoder.render([messages], tokenize=True, return_dict=True)["input_ids"][0]
+    return bool(list(ids) == encoded.ids.tolist())

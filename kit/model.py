@@ -2,6 +2,7 @@
 
 import copy
 import importlib.metadata
+import json
 import os
 import warnings
 from pathlib import Path
@@ -76,9 +77,14 @@ def check_weights(name: str, hf_home: str = "") -> None:
 
 def load_tokenizer(name: str) -> Any:
     """The model's fast tokenizer; raises InputError where it has none or no chat template is known."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source(name), local_files_only=True)
+    folder = Path(source(name))
+    told = folder / "tokenizer_config.json"
+    kind = json.loads(told.read_text()).get("tokenizer_class", "") if told.is_file() else ""
+    if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast as Loader  # where AutoTokenizer ends, without importing torch
+    else:
+        from transformers import AutoTokenizer as Loader
+    return Loader.from_pretrained(folder, local_files_only=True)
 
 
 def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:

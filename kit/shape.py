@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,59 +13,74 @@ from kit import files, schema
 from kit.errors import InputError
 from kit.recipe import Recipe
 
-# Each family's layer as `path inputs outputs`, with h hidden, q queries, k keys, f feed-forward, as in transformers.
-_ATTENTION = "self_attn.q_proj h q, self_attn.k_proj h k, self_attn.v_proj h k, self_attn.o_proj q h"
-_LLAMA = f"{_ATTENTION}, mlp.gate_proj h f, mlp.up_proj h f, mlp.down_proj f h"
-_LAYERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), _LLAMA) | {
-    "phi3": "self_attn.qkv_proj h q+2k, self_attn.o_proj q h, mlp.gate_up_proj h 2f, mlp.down_proj f h",
-    "mixtral": f"{_ATTENTION}, mlp.experts.gate_up_proj h 2f, mlp.experts.down_proj f h",
-    "gpt2": "attn.c_attn h q+2k, attn.c_proj q h, mlp.c_fc h f, mlp.c_proj f h",
-}
-_TIED_BY_DEFAULT = {"gemma", "gemma2", "gpt2"}
-_GPT2_KEYS = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One projection of a layer. `source` tells which tensor it reads; experts are one tensor, beyond LoRA's reach."""
+    """One projection of a layer; `source` tells which tensor it reads, `names` what LoRA's target modules call it.
+
+    Experts are one tensor, of whose `copies` a token uses `used`. One that fuses two projections has the names of both.
+    """
 
     path: str
     source: str
     inputs: int
     outputs: int
-    bias: bool
-    experts: int
+    parameters: int
+    copies: int
+    used: int
+    names: tuple[str, ...]
 
-    @property
-    def parameters(self) -> int:
-        """Weights and bias."""
-        return max(self.experts, 1) * self.inputs * self.outputs + self.bias * self.outputs
+    def answers(self, module: str) -> bool:
+        """Whether an entry of target_modules means it: all-linear, its name, or that and more of its path."""
+        whole = self.path.startswith("!") or f".{self.path}".endswith(f".{module}")
+        return (bool(self.names) and module == "all-linear") or (whole and module.rpartition(".")[2] in self.names)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: all its parameters, its projections, its other parameters, its norms, and a token's feed-forward."""
+
+    parameters: int
+    linears: tuple[Linear, ...]
+    vectors: int
+    norms: int
+    ffn: int
+
+    def targeted(self, modules: Iterable[str]) -> list[Linear]:
+        """The projections that PEFT adapts."""
+        return [x for x in self.linears if any(map(x.answers, modules))]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the formulas need to know of a model; `vectors` are a layer's other parameters, `outer` the final norm's."""
+    """What the formulas need to know of a model: `kinds` of layers and how many of each; `outer`, what is in none.
+
+    layer (its parameters), linears, vectors, norms and ffn are the largest kind's. query is the mean width of a token's
+    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `unknown` says what the
+    formulas do not know, which makes every figure a bound; `notes`, what is left out.
+    """
 
     name: str
-    family: str
     hidden: int
     layers: int
     vocab: int
     heads: int
     query: int
     key: int
-    ffn: int
-    norms: int
+    embedding: int
+    tied: bool
+    kinds: tuple[tuple[int, Layer], ...]
+    outer: Layer
+    layer: int
     linears: tuple[Linear, ...]
     vectors: int
-    outer: int
-    tied: bool
-    experts_used: int
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the token embedding."""
-        return self.vocab * self.hidden
+    norms: int
+    ffn: int
+    unknown: str
+    notes: tuple[str, ...]
 
     @property
     def head(self) -> int:
@@ -72,84 +88,149 @@ class Shape:
         return 0 if self.tied else self.embedding
 
     @functools.cached_property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        return sum(x.parameters for x in self.linears) + self.vectors
-
-    @functools.cached_property
     def total(self) -> int:
         """All parameters, tied ones once."""
-        return self.layers * self.layer + self.embedding + self.head + self.outer
+        inner = sum(count * layer.parameters for count, layer in self.kinds)
+        return inner + self.embedding + self.head + self.outer.parameters
 
     @functools.cached_property
     def active(self) -> int:
         """Weights that one token is multiplied with in the layers: experts as routed."""
-        used = (x.inputs * x.outputs * (self.experts_used if x.experts else 1) for x in self.linears)
-        return self.layers * sum(used)
+        return sum(n * x.inputs * x.outputs * x.used for n, layer in self.kinds for x in layer.linears)
 
     def targeted(self, modules: Iterable[str]) -> list[Linear]:
-        """The projections of one layer that PEFT adapts. Raises InputError for a name that matches none."""
-        reachable, found = [x for x in self.linears if not x.experts], []
+        """The projections of the largest layer that PEFT adapts. Raises InputError for a name that matches none."""
+        modules = tuple(modules)
+        every = [x for _, layer in (*self.kinds, (1, self.outer)) for x in layer.linears]
         for module in modules:
-            hits = [x for x in reachable if module == "all-linear" or f".{x.path}".endswith(f".{module}")]
-            if not hits:
-                names = {x.path.rpartition(".")[2] for x in reachable} | {"all-linear"}
-                raise InputError(
-                    f"tuning.target_modules: {module!r} matches no layer of {self.name} that LoRA can adapt; "
-                    + schema.nearest(module, names)
-                )
-            found += [x for x in hits if x not in found]
-        return found
+            names = {name for x in every if x.answers(module) for name in x.names}
+            if not names:
+                valid = {name for x in every for name in x.names} | {"all-linear"}
+                problem = f"matches no layer of {self.name} that LoRA can adapt; {schema.nearest(module, valid)}"
+            elif module != "all-linear" and (absent := names - {m.rpartition(".")[2] for m in modules}):
+                problem = f"needs {absent.pop()!r} beside it: {self.name} holds the two of each expert in one tensor."
+            else:
+                continue
+            raise InputError(f"tuning.target_modules: {module!r} {problem}")
+        return [x for x in self.linears if any(map(x.answers, modules))]
 
     def trainable(self, recipe: Recipe) -> int:
-        """Parameters that the recipe trains: all, or r x (inputs + outputs) of each projection (LoRA paper, 4.1)."""
+        """Parameters that the recipe trains: all, or LoRA's r x (inputs + outputs) of each projection (its paper, 4.1).
+
+        PEFT gives a fused tensor the ranks of all that it holds. Raises InputError as `targeted` does.
+        """
         if recipe.tuning.method == "full":
             return self.total
-        sides = sum(x.inputs + x.outputs for x in self.targeted(recipe.tuning.target_modules))
-        return self.layers * recipe.tuning.r * sides
+        self.targeted(modules := recipe.tuning.target_modules)
+        found = ((n, x) for n, layer in (*self.kinds, (1, self.outer)) for x in layer.targeted(modules))
+        return recipe.tuning.r * sum(n * len(x.names) * x.copies * (x.inputs + x.outputs) for n, x in found)
+
+
+@functools.cache
+def _families() -> dict[str, dict[str, Any]]:
+    table = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+    for family in table.values():
+        family |= {k: v.format_map(table["parts"]) for k, v in family.items() if k in ("layer", "dense")}
+    return table | {"known": {name: family for name, family in table.items() if "layer" in family}}
 
 
 def shape_of(config: dict[str, Any], name: str) -> Shape:
-    """The shape behind the contents of a config.json. Raises InputError for a family the formulas do not know."""
-    family = config.get("model_type", "")
-    if family not in _LAYERS:
-        raise InputError(f"{name}: model_type {family!r} is unknown to the forecast; {schema.nearest(family, _LAYERS)}")
-    c = {_GPT2_KEYS.get(key, key): value for key, value in config.items()}
-    try:
-        return _shape(c, name, family)
-    except KeyError as error:
-        raise InputError(f"{name}: its config of model_type {family!r} lacks the key {error}.") from None
+    """The shape behind the contents of a config.json, of its text part where it has others.
+
+    A bound, labelled so, where families.toml does not know the model_type. Raises InputError for a missing or bad key.
+    """
+    families, notes, unknown = _families(), [], ""
+    if parts := [key for key in ("vision_config", "audio_config") if key in config]:
+        notes.append(f"Only the text part of {name} is counted; its {' and '.join(parts)} is left out.")
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        notes.append(f"The published weights of {name} are quantised ({method}); they are counted as if they were not.")
+    given = config | (config.get("text_config") or {})
+    c = {families["same"].get(key, key): value for key, value in given.items() if value is not None}
+    table = families["known"].get(kind := str(c.get("model_type", "")))
+    if not table:
+        kin = "deepseek_v3" if "kv_lora_rank" in c else "qwen2_moe" if "num_local_experts" in c else "llama"
+        table = families[kin] | families["bound"]
+        unknown = (
+            f"model_type {kind!r} is unknown: counted as {kin} with every bias and more norms, an upper bound unless "
+            "it holds other tensors."
+        )
+    c = table.get("default", {}) | c
+    c = {"qkv_bias": c.get("attention_bias", c.get("bias", False))} | c
+    if table.get("fourfold"):
+        c.setdefault("intermediate_size", 4 * c.get("hidden_size", 0))
+    for key in _KEYS:
+        if not isinstance(c.get(key), int) or c[key] < 1:
+            said = f"has {key} = {c[key]!r}" if key in c else f"lacks the key {key!r}"
+            hint = f" The model_type is unknown: {schema.nearest(kind, families['known'])}" if unknown else ""
+            raise InputError(f"{name}: its config of model_type {kind!r} {said}.{hint}")
+    return _shape(c, name, table, unknown, tuple(notes))
 
 
-def _shape(c: dict[str, Any], name: str, family: str) -> Shape:
-    h, heads, gpt2 = c["hidden_size"], c["num_attention_heads"], family == "gpt2"
-    experts, used = c.get("num_local_experts", 0), c.get("num_experts_per_tok", 1)
-    width = c.get("head_dim") or h // heads
-    q, k = heads * width, c.get("num_key_value_heads", heads) * width
-    f = (c.get("n_inner") or 4 * h) if gpt2 else c["intermediate_size"]
-    size = {"h": h, "q": q, "k": k, "f": f, "2f": 2 * f, "q+2k": q + 2 * k}
-    norms = 4 if family == "gemma2" else 2
-    biased = {"h": c.get("attention_bias", False) or family == "qwen2", "q": c.get("attention_bias", False)}
+def _sizes(c: dict[str, Any]) -> dict[str, int]:
+    """The sizes that families.toml speaks of."""
+    h, heads, f, get = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"], c.get
+    d, kv, new = get("head_dim", h // heads), get("num_key_value_heads", heads), get("new_decoder_architecture", False)
+    if c["model_type"] == "falcon" and not new:
+        kv = 1 if get("multi_query", True) else heads
+    m, e = get("moe_intermediate_size", f), get("word_embed_proj_dim", h)
+    a, latent, nope, rope, v = (get(key, 0) for key in _LATENT)
+    two = not get("parallel_attn", True) or get("num_ln_in_parallel_attn", 1 + new) == 2
+    last = get("do_layer_norm_before", True) and not get("_remove_final_layer_norm")
+    both = heads * (nope + rope)
+    return {
+        "h": h, "n": 2 * h, "n2": 2 * h * two, "nl": 2 * h * last, "heads": heads, "d": d, "q": heads * d, "k": kv * d,
+        "qkv": (heads + 2 * kv) * d, "f": get("intermediate_size_mlp", f), "2f": 2 * f, "m": m, "2m": 2 * m, "1": 1,
+        "E": get("num_local_experts", 0), "s": get("shared_expert_intermediate_size", get("n_shared_experts", 1) * m),
+        "a": a, "c": latent, "c+r": latent + rope, "Q": both, "Q1": 0 if a else both, "KV": heads * (nope + v),
+        "V": heads * v, "e": e * (e != h), "vocab": c["vocab_size"], "embedding": c["vocab_size"] * e,
+        "positions": (get("max_position_embeddings", 0) + 2 * (c["model_type"] == "opt")) * h,
+    }  # fmt: skip
 
-    def linear(path: str, i: str, o: str) -> Linear:
-        bias = gpt2 or (c.get("mlp_bias", False) if path.startswith("mlp") else biased[i])
-        return Linear(path, path.split(".")[0] + i, size[i], size[o], bias, experts if "experts" in path else 0)
 
+def _sparse(c: dict[str, Any]) -> int:
+    """How many layers have experts, where some have none."""
+    step, first = c.get("interleave_moe_layer_step", c.get("decoder_sparse_step", 1)), c.get("first_k_dense_replace", 0)
+    plain = c.get("mlp_only_layers", ())
+    routed = (i for i in range(c["num_hidden_layers"]) if (i + 1) % step == 0 and i >= first and i not in plain)
+    return len(list(c.get("moe_layers", routed)))
+
+
+def _shape(c: dict[str, Any], name: str, table: dict[str, Any], unknown: str, notes: tuple[str, ...]) -> Shape:
+    size, fused, used = _sizes(c), table.get("fused", {}), c.get("num_experts_per_tok", 1)
+    taken = {part for parts in fused.values() for part in parts}
+
+    def linear(path: str, i: str, o: str, bias: str = "") -> Linear:
+        leaf, (copies, active) = path.rpartition(".")[2], (size["E"], used) if ".experts." in path else (1, 1)
+        names = tuple(fused.get(leaf, ())) if path.startswith("!") else (leaf,) * (leaf not in taken)
+        parameters = copies * (size[i] + c.get(bias, False)) * size[o]
+        return Linear(path, path.split(".")[0] + i, size[i], size[o], parameters, copies, active, names)
+
+    def layer(tensors: str, vectors: str) -> Layer:
+        rows = [linear(*row.split()) for row in tensors.split(",") if row]
+        linears = tuple(x for x in rows if x.inputs and x.outputs)
+        norms = sum(size[word] > 0 for word in vectors.split() if word in ("h", "n", "n2"))
+        other = sum(size[word] for word in vectors.split())
+        ffn = size["m"] * used + size["s"] * ("shared" in tensors) if ".experts." in tensors else size["f"]
+        return Layer(sum(x.parameters for x in linears) + other, linears, other, norms, ffn)
+
+    depth, vectors, mla = c["num_hidden_layers"], table.get("vectors", "h h"), (size["Q"] + size["V"]) // 2
+    sparse = _sparse(c) if "dense" in table and not unknown else depth
+    kinds = tuple((n, layer(table[key], vectors)) for n, key in ((sparse, "layer"), (depth - sparse, "dense")) if n)
+    largest = max((kind for _, kind in kinds), key=lambda kind: kind.parameters)
     return Shape(
-        name, family, h, c["num_hidden_layers"], c["vocab_size"], heads, q, k, f * used, norms,
-        linears=tuple(linear(*row.split()) for row in _LAYERS[family].split(", ")),
-        vectors=4 * h if gpt2 else (norms + experts) * h + 2 * width * (family == "qwen3"),  # gpt2's norms have biases
-        outer=(c["n_positions"] + 2) * h if gpt2 else h,
-        tied=c.get("tie_word_embeddings", family in _TIED_BY_DEFAULT),
-        experts_used=used,
+        name, c["hidden_size"], depth, c["vocab_size"], c["num_attention_heads"], mla or size["q"], mla or size["k"],
+        size["embedding"], c.get("tie_word_embeddings", table.get("tied", False)), kinds,
+        outer=layer(table.get("outside", ""), table.get("outer", "h")), layer=largest.parameters,
+        linears=largest.linears, vectors=largest.vectors, norms=largest.norms, ffn=largest.ffn,
+        unknown=unknown, notes=notes,
     )  # fmt: skip
 
 
 @functools.cache
-def shipped() -> dict[str, Shape]:
-    """The published shapes that come with the kit, by hub id; in the file, text in place of a table names an equal."""
+def shipped() -> dict[str, dict[str, Any]]:
+    """What counts of published configs, by hub id, and where it was read; in the file, a text names an equal table."""
     table = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
-    return {name: shape_of(table[c] if isinstance(c, str) else c, name) for name, c in table.items()}
+    return {name: table[config] if isinstance(config, str) else config for name, config in table.items()}
 
 
 def load_shape(name: str) -> Shape:
@@ -158,12 +239,12 @@ def load_shape(name: str) -> Shape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if name in shipped():
-            return shipped()[name]
+            return shape_of(shipped()[name], name)
         path = _cached(name)
-    try:
-        return shape_of(json.loads(path.read_text(encoding="utf-8")), name)
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}.") from None
+    config = files.read_json(path)
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds no config of a model, but a {type(config).__name__}.")
+    return shape_of(config, name)
 
 
 def _cached(name: str) -> Path:

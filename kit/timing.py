@@ -11,28 +11,39 @@ from kit.errors import InputError
 from kit.memory import Layout, Memory, frozen_bytes, memory
 from kit.recipe import Recipe
 from kit.shape import Shape, load_shape
+from kit.work import Work, micro_batch, optimizer_step, useful_flops
 
-MATMUL = (
-    0.5  # what large matmuls and the kernels around them get of a GPU's bf16 peak; a CPU profile gives the sustained
-)
+# By GPU: what a large matmul reaches of the bf16 peak, and GB/s that kernels get of its memory: 78 % of the data sheet.
+# H100: kit.probe's 743 TFLOP/s; the H200 is its chip. A100: 250 TFLOP/s, which agrees with the published runs.
+GPUS = {"H100": (0.75, 2600.0), "H200": (0.75, 3740.0), "A100": (0.8, 1590.0)}
+EFFICIENCY, BYTES_PER_FLOP = 0.5, 0.003  # of any other GPU; H100 and A100 move 0.0026 and 0.005
+LAUNCH_US = 5.0  # a guess for a host of one's own; a virtual machine with H100s took 11.6
+# These two, kit.work.UNIT and the 78 % were fitted on the 36 rows of Llama-3.2-1B, -3B and TinyLlama in
+# tests/truth/h100.csv and frozen: median error 7 % there, 9 % on the other 49 rows, and 8 % on 202 published ones of
+# llm-foundry, fms-acceleration and fms-fsdp.
+ATTENTION = 0.5  # of a matmul's rate, masked or not; FlashAttention-2 gets 35 % of an H100 (Shah et al. 2024)
+KERNEL = 3.5  # launches: a kernel with its views, its Python and its node in the autograd graph
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds of one optimizer step and hours of the run; None where the profile or the sizes do not say enough.
 
-    Ranges run from communication wholly hidden behind compute to not at all; `step_s` and `wall_h` are the middle.
+    GPU (compute_s), host (host_s, launching kernels) and links work side by side: the range runs from the longest of
+    them to their sum, and step_s, their root sum of squares, lies between.
     """
 
     optimizer_steps: int | None = None
     step_s: float | None = None
     step_range_s: tuple[float, float] | None = None
     compute_s: float | None = None
+    host_s: float | None = None
     communication_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None
     wall_h: float | None = None
     split_h: dict[str, float] | None = None
+    evaluation_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,9 @@ class Prediction:
         ]
         if t.step_s:
             out.append(f"time: {t.step_s:.2f} s a step, {t.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {t.mfu:.1%}")
+            out.append(
+                f"of it GPU {t.compute_s:.2f} s, host {t.host_s:.2f}, links {t.communication_s:.2f}, overlapping"
+            )
         if t.wall_h is not None and t.split_h:
             parts = ", ".join(f"{name} {hours:.2f}" for name, hours in t.split_h.items())
             out.append(f"{t.optimizer_steps} steps in {t.wall_h:.2f} h ({parts})")
@@ -101,27 +115,41 @@ class Sizes:
         return cls(None, None, float(d.seq_len))
 
 
-def _flops(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[float, float, float]:
-    """Executed, useful and forward-only FLOPs of `tokens` in rows of `row` tokens.
+def rates(cluster: Cluster) -> tuple[float, float, float]:
+    """FLOP/s of matmuls, bytes/s of other kernels, seconds that a kernel costs the host: of the profile, or of GPUS.
 
-    A forward costs 2 per weight and token, causal attention 2 x row x query width a layer and token (half of the full
-    square). Backward costs that once for the inputs and once for trained weights, attention twice; checkpointing runs
-    the layers again, and TRL's fused loss its head (Kaplan et al. 2020; PaLM appendix B).
+    A CPU process sustains nodes.gpu_bf16_tflops whatever it does.
     """
-    layers, head, attention = 2 * s.active * tokens, 2 * s.embedding * tokens, 2 * s.layers * row * s.query * tokens
-    passes = 3 if recipe.tuning.method == "full" else 2
-    useful = passes * (layers + head) + 3 * attention + (passes == 2) * 4 * s.trainable(recipe) * tokens
-    again = (layers + attention) * recipe.parallel.activation_checkpointing + head
-    return useful + again, useful, layers + head + attention
+    n = cluster.nodes
+    peak = n.gpu_bf16_tflops * 1e12
+    if not n.gpus:
+        return peak, math.inf, 0.0
+    known = next((row for name, row in GPUS.items() if name in n.gpu), (EFFICIENCY, BYTES_PER_FLOP * peak / 1e9))
+    return (
+        peak * (n.gpu_efficiency or known[0]),
+        (n.gpu_memory_gb_s or known[1]) * 1e9,
+        KERNEL * (n.launch_us or LAUNCH_US) / 1e6,
+    )
+
+
+def _device(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the GPU, and of the host that launches its kernels."""
+    matmul, moved, kernel = rates(cluster)
+    attention = matmul * (ATTENTION if cluster.nodes.gpus else 1.0)
+    return work.matmul / matmul + work.attention / attention + work.moved / moved, work.kernels * kernel
+
+
+def slowest_link(ranks: int, nodes: int, cluster: Cluster) -> tuple[str, Link] | None:
+    """The link that a ring of so many ranks waits for: the intra link of each GPU, or the one NIC of each node."""
+    links = {"intra": cluster.links.intra} if ranks > nodes else {}
+    links |= {"inter": cluster.links.inter} if nodes > 1 else {}
+    return min(links.items(), key=lambda item: _rate(item[1]), default=None)
 
 
 def _ring(size: float, ranks: int, nodes: int, cluster: Cluster) -> float:
-    """Seconds in which an all-gather or reduce-scatter of `size` bytes passes the slowest link of a ring.
-
-    Every link carries (ranks - 1) / ranks of it: the intra link of each GPU, and the one NIC of each node.
-    """
-    links = [cluster.links.intra] * (ranks > nodes) + [cluster.links.inter] * (nodes > 1)
-    return max((size * (ranks - 1) / ranks / _rate(link) for link in links), default=0.0)
+    """Seconds of an all-gather or reduce-scatter: each link of the ring carries (ranks - 1) / ranks of `size` bytes."""
+    found = slowest_link(ranks, nodes, cluster)
+    return size * (ranks - 1) / ranks / _rate(found[1]) if found else 0.0
 
 
 def _rate(link: Link) -> float:
@@ -168,18 +196,21 @@ def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Stor
     rate = cluster.nodes.gpu_bf16_tflops * 1e12
     if not rate:
         return Time(optimizer_steps=steps)
-    tokens = k.micro_batch * k.grad_accum * sizes.row_tokens
-    executed, useful, _ = _flops(s, recipe, tokens, sizes.row_tokens)
-    reached = rate * (MATMUL if cluster.nodes.gpus else 1.0)
-    compute, (comm, comm_eval) = executed / reached, _communication(s, recipe, cluster)
-    low, high = max(compute, comm), compute + comm
-    step = (low + high) / 2
-    time = Time(steps, step, (low, high), compute, comm, tokens / step, useful / step / rate)
+    row = sizes.row_tokens
+    micro, _ = micro_batch(s, recipe, k.micro_batch * row, row)
+    _, forward = micro_batch(s, recipe, k.eval_batch * row, row)
+    last, comm, comm_eval = optimizer_step(s, recipe, cluster), *_communication(s, recipe, cluster)
+    gpu, host = _device(micro * k.grad_accum, cluster)
+    parts, update = (gpu, host, comm), max(_device(last, cluster))
+    # GPU, host and links work at once and wait for each other now and then: between the longest and the sum
+    low, high, step = (seconds + update for seconds in (max(parts), sum(parts), math.hypot(*parts)))
+    tokens = k.micro_batch * k.grad_accum * row
+    mfu = useful_flops(s, recipe, tokens, row) / step / rate
+    time = Time(steps, step, (low, high), gpu + update, host, comm, tokens / step, mfu)
     if steps is None:
         return time
     batches = math.ceil((sizes.eval_rows or 0) / (k.eval_batch * recipe.world_size))
-    forward = _flops(s, recipe, k.eval_batch * sizes.row_tokens, sizes.row_tokens)[2] / reached
-    evaluation = batches * (max(forward, comm_eval) + (forward + comm_eval)) / 2
+    evaluation = batches * math.hypot(*_device(forward, cluster), comm_eval)
     # kit.train evaluates at the start, every eval_every steps, and at the end
     evaluations = 1 + (math.ceil(steps / k.eval_every) if k.eval_every else 1)
     saves = math.ceil(steps / k.save_every) if k.save_every else 1
@@ -190,7 +221,7 @@ def _time(s: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Stor
         "load": recipe.parallel.nodes * stored.merged_gb * 1e9 / disk_rate(cluster, cluster.paths.hf_home),
     }
     split = {part: value / 3600 for part, value in seconds.items()}
-    return replace(time, wall_h=sum(split.values()), split_h=split)
+    return replace(time, wall_h=sum(split.values()), split_h=split, evaluation_s=evaluation)
 
 
 def _warnings(recipe: Recipe, cluster: Cluster, sizes: Sizes, time: Time) -> Iterator[str]:
@@ -207,6 +238,13 @@ def _warnings(recipe: Recipe, cluster: Cluster, sizes: Sizes, time: Time) -> Ite
             f"Communication takes {time.communication_s / time.compute_s:.0f} times as long as compute: a larger "
             "micro_batch with less grad_accum, hybrid sharding where it fits, or a faster link, would pay."
         )
+    if time.host_s and time.compute_s and time.host_s > 1.5 * time.compute_s:
+        yield (
+            f"The host takes {time.host_s:.2f} s to launch what the GPU does in {time.compute_s:.2f}: a larger "
+            "micro_batch with less grad_accum would pay."
+        )
+    if recipe.parallel.strategy == "fsdp1" and recipe.tuning.method != "full" and recipe.world_size > 1:
+        yield "FSDP1 gathers every lora_A and lora_B by itself, thousands of times a step; fsdp2 does not."
     if time.wall_h and time.split_h and time.split_h["eval"] > 0.25 * time.wall_h:
         yield f"Evaluation takes {time.split_h['eval'] / time.wall_h:.0%} of the run; raise eval_every or eval_batch."
 

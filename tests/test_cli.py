@@ -108,7 +108,7 @@ def test_prepare_and_launch_speak_json(recipe, tmp_path, capsys):
     assert main(["prepare", "r.toml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"folder", "digest", "splits", "ledger", "dropped_rows", "optimizer_steps"} <= set(found)
-    assert {"conversations", "rows", "tokens", "loss_tokens"} == set(found["splits"]["train"])
+    assert {"conversations", "rows", "tokens", "loss_tokens"} <= set(found["splits"]["train"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,74 @@
+"""Batch: the preparation of a large corpus as a Slurm array, a part of the rows a task, and a job that merges them."""
+
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from kit import files, slurm
+from kit.cluster import Cluster
+from kit.data import merge
+from kit.engine import Name
+from kit.errors import InputError
+from kit.parts import encode_part
+from kit.recipe import Recipe
+from kit.run import Run
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={cpus}
+{directives}
+set -eo pipefail
+{setup}
+export TOKENIZERS_PARALLELISM=true RAYON_NUM_THREADS={cpus} HF_HUB_OFFLINE=1
+exec {python} -m kit.batch {work}
+"""
+
+
+def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name = "tokenizers") -> tuple[Run, Run]:
+    """Submit both and return at once: the array, and the merge, which starts when all tasks have ended well.
+
+    A task that failed can be requeued alone (`kit.slurm.requeue`). Raises InputError without Slurm.
+    """
+    if not slurm.available():
+        raise InputError("No Slurm answers here; prepare on this machine with --workers instead.")
+    work = (out / f".{recipe.name}.tasks").absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    source = files.locate(recipe.data.source)
+    if source.exists():  # the tasks start elsewhere
+        recipe = replace(recipe, data=replace(recipe.data, source=str(source.absolute())))
+    files.write(work / "recipe.toml", recipe.toml())
+    files.write_json(work / "tasks.json", {"tasks": tasks, "engine": engine})
+    script = _script(cluster, work)
+    encoding = slurm.launch_script(script, cluster, f"{recipe.name}-encode", tasks)
+    merging = slurm.launch_script(script, cluster, f"{recipe.name}-merge", after=encoding)
+    return encoding, merging
+
+
+def _script(cluster: Cluster, work: Path) -> str:
+    given = {"partition": cluster.slurm.partition, "time": cluster.slurm.time, "account": cluster.slurm.account}
+    return SCRIPT.format(
+        cpus=max(1, min(8, cluster.nodes.cpus)),
+        directives="\n".join(f"#SBATCH --{key}={value}" for key, value in given.items() if value),
+        setup="\n".join(cluster.slurm.setup),
+        python=shlex.quote(sys.executable),
+        work=shlex.quote(str(work)),
+    )
+
+
+def main(work: Path) -> int:
+    """One task of the array, or the merge where there is no task."""
+    recipe, told = Recipe.load(work / "recipe.toml"), files.read_json(work / "tasks.json")
+    task, count = os.environ.get("SLURM_ARRAY_TASK_ID"), told["tasks"]
+    if task is not None:
+        print(encode_part(recipe, work / "parts", (int(task), count), told["engine"]))
+        return 0
+    parts = [work / "parts" / f"part-{i:05d}-of-{count:05d}.arrow" for i in range(count)]
+    print(merge(recipe, parts, work.parent, progress=print).path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

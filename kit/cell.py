@@ -1,0 +1,62 @@
+"""Cell: what a notebook cell shows. A picture that is saved with the notebook, and controls above it in JupyterLab."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def in_lab(shell: Any) -> bool:
+    """JupyterLab names the cell in each request; papermill and nbclient do not, and must not meet a widget."""
+    kernel = getattr(shell, "kernel", None)
+    return kernel is not None and "cellId" in kernel.get_parent().get("metadata", {})
+
+
+def publish(display: str, data: dict[str, Any], update: bool = False) -> None:
+    """Show MIME data under a display id, or replace what is shown there."""
+    from IPython.display import publish_display_data
+
+    publish_display_data(data, transient={"display_id": display}, update=update)
+
+
+def explore(draw: Callable[..., str], start: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> None:
+    """Show the HTML that `draw(**values)` gives, and in JupyterLab a control for each value that redraws it at once.
+
+    Without JavaScript, and headless, the picture of the starting values stays.
+    """
+    from IPython import get_ipython
+
+    display, values = uuid.uuid4().hex, dict(start)
+    if in_lab(get_ipython()):
+        from IPython.display import display as show
+
+        show(_controls(values, choices, lambda: publish(display, _html(draw, values), update=True)))
+    publish(display, _html(draw, values))
+
+
+def _html(draw: Callable[..., str], values: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        picture = draw(**values)
+    except Exception as error:  # a choice that is impossible: said in place of the picture
+        from html import escape
+
+        picture = f'<p style="color:#dc2626">{escape(str(error))}</p>'
+    return {"text/html": picture, "text/plain": ", ".join(f"{k} = {v}" for k, v in values.items())}
+
+
+def _controls(values: dict[str, Any], choices: Mapping[str, Sequence[Any]], redraw: Callable[[], None]) -> Any:
+    import ipywidgets
+
+    def control(name: str) -> Any:
+        options = sorted({*choices[name], values[name]}, key=lambda v: (isinstance(v, str), v))
+        made = ipywidgets.Dropdown(options=options, value=values[name], description=name.replace("_", " "))
+        made.style.description_width = "initial"
+        made.layout.width = "auto"
+
+        def changed(event: Any) -> None:
+            values[name] = event["new"]
+            redraw()
+
+        made.observe(changed, "value")
+        return made
+
+    return ipywidgets.HBox([control(n) for n in values], layout=ipywidgets.Layout(flex_flow="row wrap", grid_gap="6px"))
