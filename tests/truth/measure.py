@@ -1,8 +1,8 @@
-"""Measure peak memory by phase and step time on this machine's GPUs: `python tests/truth/measure.py CASES.json OUT.csv`.
+"""Measure peak memory by phase and step time on these GPUs: `python tests/truth/measure.py CASES.json OUT.csv`.
 
-CASES.json is a list of tables of recipe keys, plus `shape` (a shipped hub id) and `gpus`. Each runs through kit.train's own
-trainer on random weights and random rows of exact length; cases of fewer GPUs run side by side. A process group goes
-from case to case and is started afresh only after a failure, so that a row costs 10 to 40 s.
+CASES.json is a list of tables of recipe keys, plus `shape` (a shipped hub id) and `gpus`. Each runs through kit.train's
+own trainer on random weights and random rows of exact length; cases of fewer GPUs run side by side. A process group
+goes from case to case and is started afresh only after a failure, so that a row costs 10 to 40 s.
 """
 
 import csv
@@ -33,8 +33,8 @@ DOCUMENT = 448  # tokens: the mean of the 100 real OASST conversations, for pack
 COLUMNS = (
     "model", "method", "r", "targets", "dropout", "strategy", "sharding", "gpus", "checkpointing", "seq_len", "packing",
     "micro_batch", "grad_accum", "optimizer", "attention", "outcome", "allocated_gib", "reserved_gib", "device_gib",
-    "load_gib", "loss_gib", "backward_gib", "optimizer_gib", "held_gib", "step_s", "step_low_s", "step_high_s",
-    "card", "torch", "transformers", "trl", "peft", "accelerate",
+    "load_gib", "loss_gib", "backward_gib", "optimizer_gib", "held_gib", "leftover_gib", "step_s", "step_low_s",
+    "step_high_s", "card", "torch", "transformers", "trl", "peft", "accelerate",
 )  # fmt: skip
 CLUSTER = """name = "here"
 [nodes]
@@ -158,6 +158,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    leftover = torch.cuda.memory_allocated()  # of an earlier case in this process, in every figure of this one
     recipe = recipe_of(case)
     set_environment(recipe, folder)
     arguments = train.settings(folder, recipe, STEPS)
@@ -213,7 +214,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info()
     found = {f"{k}_gib": v for k, v in phases.items()} | {
         "allocated_gib": max(v for k, v in phases.items() if k != "load"), "held_gib": torch.cuda.memory_allocated(),
-        "reserved_gib": torch.cuda.max_memory_reserved(), "device_gib": total - free,
+        "leftover_gib": leftover, "reserved_gib": torch.cuda.max_memory_reserved(), "device_gib": total - free,
     }  # fmt: skip
     steady = seconds[WARM_UP:]
     return {k: round(v / 2**30, 3) for k, v in found.items()} | {
