@@ -43,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     add("demo", demo, "run every notebook headless on the embedded default").add_argument("--out", default="demo")
-    add("check", check, "what this cluster is, and where its profile is wrong", "cluster", "json")
+    one = add("check", check, "what this cluster is, and where its profile is wrong", "cluster", "json")
+    one.add_argument("--probe", metavar="PROFILE", help="measure GPUs and links in a job of minutes; write the profile")
     one = add("prepare", prepare, "conversations to a packed dataset folder", "recipe", "json")
     one.add_argument("--out", default="prepared", help="folder that holds prepared datasets")
     one.add_argument("--workers", type=int, default=1, help="processes; the bytes written are the same for any number")
@@ -153,7 +154,13 @@ def check(options: argparse.Namespace) -> int:
     """`kit check`: exit 1 where the profile and the machine disagree."""
     from kit.cluster import detect
 
-    found = detect(Cluster.load(options.cluster))
+    cluster = Cluster.load(options.cluster)
+    if options.probe:
+        from kit.probe import measure
+
+        print(measure(cluster, Path(options.probe), _say))
+        return 0
+    found = detect(cluster)
     lines = [
         f"{f.name:20} {f.value}  [{f.how}]" + (f"\n{'':20} PROBLEM: {f.problem}" if f.problem else "") for f in found
     ]

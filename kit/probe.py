@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.cluster import Cluster, Link, Links
-from kit.errors import InputError
+from kit.errors import InputError, KitError
 from kit.files import REPOSITORY
 
 LAUNCHES = 2000  # small kernels in a row: what they take is the host's work, not the GPU's
@@ -90,6 +90,30 @@ def apply(found: dict[str, Any], cluster: Cluster) -> Cluster:
 
 
 # The job's side
+
+
+def measure(cluster: Cluster, profile: Path, say: Callable[[str], None]) -> Path:
+    """Run the probe as a job of all nodes, wait, and write the cluster with what it found as a new profile.
+
+    Raises InputError where there is no Slurm or the profile exists, KitError where the job fails, with its last lines.
+    """
+    from kit import slurm
+    from kit.files import read_json, write
+
+    if profile.exists():
+        raise InputError(f"{profile} exists; name a new file, compare, and replace the old profile yourself.")
+    if not slurm.available():
+        raise InputError("No Slurm answers here, and the probe is a job.")
+    out = Path(cluster.paths.runs).absolute() / f".probe-{os.getpid()}-{time.time_ns()}.json"
+    run = slurm.launch_script(render_script(cluster, out), cluster, "probe")
+    say(f"{run.path.name} is job {run.job_id}; it takes about two minutes once it has started")
+    end = slurm.wait(run)
+    if end.state != "COMPLETED" or not out.exists():
+        raise KitError(f"The probe is {end.state}: {end.cause or run.tail()}")
+    found = apply(read_json(out), cluster)
+    out.rename(run.path / "found.json")
+    write(profile, found.toml())
+    return profile
 
 
 def seconds(work: Callable[[], Any], repeats: int = 7) -> float:

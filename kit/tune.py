@@ -32,6 +32,15 @@ class Choice:
         """Plain values, ready for JSON; the recipe is the caller's with `override`."""
         return {k: v for k, v in vars(self).items() if k != "recipe"} | {"setting": setting(self.recipe)}
 
+    def row(self) -> dict[str, Any]:
+        """For a table: the setting in words, seconds a step, tokens/s of all ranks, GiB, and the reason."""
+        p, k = self.recipe.parallel, self.recipe.schedule
+        words = f"{p.strategy} {p.sharding}, {p.nodes} x {p.gpus_per_node}, {k.micro_batch} x {k.grad_accum} rows"
+        words += ", checkpointing" * p.activation_checkpointing
+        numbers = {"s a step": self.step_s, "tokens/s": self.tokens_per_s}
+        numbers |= {"allocated, GiB": self.allocated_gib, "to spare, GiB": self.spare_gib}
+        return {"setting": words, **numbers, "why": self.reason}
+
 
 def setting(recipe: Recipe) -> dict[str, Any]:
     """The keys that tuning may change, with their values."""
@@ -98,9 +107,7 @@ def _choice(recipe: Recipe, found: Prediction, old: Recipe, before: Prediction) 
     step, spare = t.step_s or 0.0, m.capacity_gib - m.device_gib[1]
     why = "; ".join(_reasons(override, was, found, before)) or "the recipe's own setting"
     tokens = (t.tokens_per_s_per_gpu or 0.0) * recipe.world_size
-    return Choice(
-        recipe, override, step, tokens, m.allocated_gib, spare, f"{why}; {step:.3g} s a step, {spare:.0f} GiB to spare"
-    )
+    return Choice(recipe, override, step, tokens, m.allocated_gib, spare, why)
 
 
 def _reasons(override: dict[str, Any], was: dict[str, Any], found: Prediction, before: Prediction) -> Iterator[str]:
@@ -108,7 +115,8 @@ def _reasons(override: dict[str, Any], was: dict[str, Any], found: Prediction, b
 
     def change(part: str) -> str:
         now, then = getattr(found.time, part) or 0.0, getattr(before.time, part) or 0.0
-        return f"{part.removesuffix('_s')} from {then:.2g} to {now:.2g} s"
+        name, was, will = part.removesuffix("_s"), f"{then:.2g}", f"{now:.2g}"
+        return f"{name} {was} to {will} s" if was != will else f"{name} stays {will} s"
 
     new = {key.rpartition(".")[2]: value for key, value in override.items()}
     if "activation_checkpointing" in new:
@@ -136,11 +144,8 @@ def _nothing(recipe: Recipe, cluster: Cluster, found: Sequence[tuple[Recipe, Pre
 
 def table(choices: Sequence[Choice]) -> str:
     """The choices as text, one a line, fastest first."""
-    rows = [("step s", "tokens/s", "GiB", "spare", "setting")]
-    for c in choices:
-        p, k = c.recipe.parallel, c.recipe.schedule
-        words = f"{p.strategy} {p.sharding}, {p.nodes} x {p.gpus_per_node}, {k.micro_batch} x {k.grad_accum} rows"
-        words += ", checkpointing" * p.activation_checkpointing
-        numbers = (f"{c.step_s:.3f}", f"{c.tokens_per_s:,.0f}", f"{c.allocated_gib:.1f}", f"{c.spare_gib:.1f}")
-        rows.append((*numbers, f"{words}: {c.reason}"))
-    return "\n".join("{:>8} {:>10} {:>6} {:>6}  {}".format(*row) for row in rows)
+    rows = [c.row() for c in choices]
+    head = f"{'s a step':>8} {'tokens/s':>10} {'GiB':>6} {'spare':>6}  setting"
+    return "\n".join(
+        [head, *(f"{s:8.3f} {t:10,.0f} {a:6.1f} {m:6.1f}  {w}: {r}" for w, s, t, a, m, r in map(dict.values, rows))]
+    )

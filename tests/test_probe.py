@@ -3,12 +3,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from kit import probe
-from kit.cluster import Cluster, Link, Links, Nodes
+from kit.cluster import Cluster, Link, Links, Nodes, Paths
 from kit.errors import InputError
 from kit.files import REPOSITORY
 
@@ -67,19 +66,21 @@ def test_two_local_ranks_find_what_they_have(tmp_path, local):
     assert measured.nodes == local.nodes
 
 
-@pytest.mark.slurm
-def test_the_job_probes_both_nodes_of_a_live_slurm(live_slurm, tmp_path):
-    two = Cluster("two", Nodes(count=2, cpus=2, ram_gib=10.0), environment={"GLOO_SOCKET_IFNAME": "lo"})
-    out, script = tmp_path / "found.json", tmp_path / "probe.sbatch"
-    script.write_text(probe.render_script(two, out))
-    subprocess.run(["sbatch", "--wait", str(script)], check=True, timeout=240, capture_output=True)
-    deadline = time.monotonic() + 10
-    while not out.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found = json.loads(out.read_text())
-    assert len(found["ranks"]) == 2 * probe.CPU_RANKS
-    assert all(rank["intra_gb_s"] > 0 and rank["inter_gb_s"] > 0 for rank in found["ranks"])
-    assert probe.apply(found, two).links.inter != two.links.inter
+@pytest.mark.slow
+def test_a_job_probes_both_nodes_of_a_live_slurm_and_writes_the_profile(live_slurm, tmp_path):
+    two = Cluster(
+        "two", Nodes(count=2, cpus=2, ram_gib=10.0), environment={"GLOO_SOCKET_IFNAME": "lo"},
+        paths=Paths(runs=str(tmp_path / "runs")),
+    )  # fmt: skip
+    told = []
+    path = probe.measure(two, tmp_path / "measured.toml", told.append)
+    assert Cluster.load(path).links.inter != two.links.inter
+    (found,) = (tmp_path / "runs").glob("probe-*/found.json")
+    ranks = json.loads(found.read_text())["ranks"]
+    assert len(ranks) == 2 * probe.CPU_RANKS
+    assert all(rank["intra_gb_s"] > 0 and rank["inter_gb_s"] > 0 for rank in ranks)
+    with pytest.raises(InputError, match="exists"):
+        probe.measure(two, path, told.append)
 
 
 def test_a_gpu_job_asks_for_every_gpu_of_every_node(tmp_path):
