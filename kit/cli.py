@@ -254,14 +254,12 @@ def predict(options: argparse.Namespace) -> int:
 
 def lint(options: argparse.Namespace) -> int:
     """`kit lint`: exit 1 when there is an error."""
-    from kit.lint import fix, lint_file, read_script
+    from kit.lint import fix_file, lint_file
 
     cluster = Cluster.load(options.cluster) if options.cluster else None
     if options.fix:
-        from kit.files import write
-
         for path in map(Path, options.scripts):
-            write(path, fix(read_script(path)))
+            fix_file(path)
     found = [f for script in options.scripts for f in lint_file(Path(script), cluster)]
     lines = [f"{f.file}:{f.line}: {f.severity} {f.rule}: {f.message} {f.fix}" for f in found]
     _print(options, {"findings": [dataclasses.asdict(f) for f in found]}, lines)

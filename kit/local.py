@@ -54,7 +54,7 @@ def execute(run: Run) -> int:
     _write_stand_ins(stand_ins)
     env = os.environ | {
         "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
-        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.recipe.name,
+        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.path.name,
         "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",

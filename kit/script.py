@@ -8,22 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kit.cluster import Cluster
-from kit.shell import (
-    FIELD,
-    LATE,
-    SBATCH,
-    SITE,
-    SRUN,
-    Command,
-    Lexer,
-    Option,
-    Token,
-    base,
-    commands,
-    directives,
-    number,
-    options,
-)
+from kit.shell import FIELD, KNOWN, LATE, SBATCH, Code, Command, Setting, Word, base, directives, number, options
 
 # Programs that start another one, programs whose failure matters little, and what a launch can begin with.
 WRAPPERS = re.compile(
@@ -36,6 +21,7 @@ PROBES = re.compile(
 )
 PROGRAM = re.compile(r"torchrun|accelerate|deepspeed|python[\d.]*|bash|sh|srun|pip3?")
 MODULES = {"torch.distributed.run": "torchrun", "accelerate.commands.launch": "accelerate"}
+SRUN = f"{SBATCH} {KNOWN['srun']} {KNOWN['site']}"
 ELASTIC = ("torchrun", "torch.distributed.launch", "accelerate")
 RESUME = re.compile(
     r"resum|(?<!max[-_])restart|requeue|restor|last_?ckpt|ckpt_path|load[-_]?(ckpt|check)|--load\b|from_check", re.I
@@ -46,7 +32,7 @@ RESUME = re.compile(
 class Step:
     """A command with known variables filled in and its wrappers taken off. srun: the options it runs under, or None."""
 
-    words: list[Token]
+    words: list[Word]
     command: Command
     srun: dict[str, str] | None
     wrappers: frozenset[str]
@@ -71,23 +57,23 @@ class Step:
         return "" if name == "accelerate" and self.texts[1:2] != ["launch"] else name
 
     @cached_property
-    def options(self) -> dict[str, Token]:
+    def options(self) -> dict[str, Setting]:
         """The launcher's own options, up to the training script, with _ for - in their names."""
-        found: dict[str, Token] = {}
+        found: dict[str, Setting] = {}
         if self.program in (*ELASTIC, "deepspeed"):
             start = self.texts.index("-m") + 2 if base(self.texts[0]).startswith("python") else 0
-            for word, after in itertools.pairwise([*self.words[start:], Token("word", "-", 0)]):
+            for word, after in itertools.pairwise([*self.words[start:], Word("-", 0)]):
                 if word.text.endswith(".py") or word.text in ("-m", "--module"):
                     break
                 if word.text.startswith("--"):
                     name, equals, value = word.text[2:].partition("=")
                     value = value if equals or after.text.startswith("-") else after.text
-                    found[name.replace("-", "_")] = Token("word", value, word.line)
+                    found[name.replace("-", "_")] = Setting(name, value, word.line)
         return found
 
     def get(self, *names: str) -> str:
         """The value of the first of these options that is given, else an empty text."""
-        return next((self.options[n].text for n in names if n in self.options), "")
+        return next((self.options[n].value for n in names if n in self.options), "")
 
     @cached_property
     def trains(self) -> bool:
@@ -95,45 +81,51 @@ class Step:
         program, srun = self.program, self.srun is not None
         file = any(re.fullmatch(r"\S+\.(py|sh)" if srun else r"\S+\.py", t) for t in self.texts)
         runs = (srun and not PROBES.fullmatch(program)) or (file and re.match(r"python|(ba)?sh$", program))
-        checked = {"if", "while", "until", "function"} & set(self.command.inside)
+        checked = {"condition", "function"} & self.command.inside
         return not checked and bool(runs or program in (*ELASTIC, "deepspeed"))
 
 
 class Script:
     """A script as rules see it: what it asks of sbatch, and its steps with known variables filled in."""
 
-    def __init__(self, text: str, file: str = "script", cluster: Cluster | None = None) -> None:
-        self.raw, self.text, self.file, self.cluster = text, text.replace("\r\n", "\n"), file, cluster
+    def __init__(self, text: str, file: str = "script", cluster: Cluster | None = None, version: str = "") -> None:
+        self.raw, self.text, self.file = text, text.replace("\r\n", "\n"), file
+        self.cluster, self.version = cluster, version
+        self.own = {f"{k}={v}" for k, v in cluster.environment.items()} if cluster else set()
         self.rows = self.text.split("\n")
         self.directives = list(directives(self.text))
-        profile = " ".join(
-            f"{n}?" for n in re.findall(r"--([\w-]+)", " ".join(cluster.slurm.options if cluster else ()))
-        )
-        self.options: list[Option] = []
+        own = re.findall(r"--([\w-]+)", " ".join(cluster.slurm.options)) if cluster else []
+        self.asks: list[Setting] = []
         self.operands: list[tuple[int, str]] = []
         for line, words in self.directives:
-            found, rest = options(words, line, f"{SBATCH} {SITE} {profile}")
-            self.options += found
+            found, rest = options(words, line, f"{SBATCH} {KNOWN['site']} {'? '.join([*own, ''])}")
+            self.asks += found
             self.operands += [(line, word) for word in rest[:1] if rest not in (["hetjob"], ["packjob"])]
         self.het = any(w in (["hetjob"], ["packjob"]) for _, w in self.directives)
-        self.asked = {o.name: o for o in self.options if not o.problem}
+        self.asked = {o.name: o for o in self.asks if not o.problem}
         self.body = next((i for i, row in enumerate(self.rows, 1) if not re.match(r"\s*(#|$)", row)), len(self.rows))
         shell = not self.rows[0].startswith("#!") or re.search(r"sh\b", self.rows[0])
-        self.tokens = list(Lexer(self.text)) if shell else []
-        self.commands = list(commands(iter(self.tokens)))
+        parsed = Code(self.text if shell else "")
+        self.comments, self.commands = parsed.comments, parsed.commands
+        self.words = [w for c in self.commands for w in c.words]
         self.variables: dict[str, str] = {}
-        self.assigned: list[Token] = []  # kind: the name, text: the value
+        self.assigned: list[Setting] = []
         self.steps = [s for i, c in enumerate(self.commands) for s in self._steps(list(c.words), c, i)]
         self.launches = [s for s in self.steps if s.program in ELASTIC]
-        self.main = next((s for s in reversed(self.steps) if s.trains), None)
+        self.trainings = [s for s in self.steps if s.trains]
+        self.main = self.trainings[-1] if self.trainings else None
         modes = [" ".join(s.texts) for s in self.steps if s.program == "set"] + [self.rows[0].partition(" ")[2]]
         self.errexit = any(re.search(r"(^| )-\w*e|errexit", m) for m in modes)
         self.pipefail = any("pipefail" in m for m in modes) or "PIPESTATUS" in self.text
-        self.resumes = any(RESUME.search(t.text) for t in self.tokens if t.kind != "comment") or "signal" in self.asked
+        self.resumes = any(RESUME.search(w.text) for w in self.words) or "signal" in self.asked
 
     def has(self, *names: str) -> bool:
         """Whether a directive gives any of these options."""
         return any(name in self.asked for name in names)
+
+    def at(self, *names: str) -> int:
+        """The line of the first of these options that is given, else 1."""
+        return next((self.asked[n].line for n in names if n in self.asked), 1)
 
     def value(self, name: str) -> str:
         """What the last directive gives for this option, else an empty text."""
@@ -182,43 +174,45 @@ class Script:
                 return number(given["ntasks-per-node"])
         return 1
 
-    def given(self, variable: str, *names: str) -> Iterator[Token]:
+    def given(self, variable: str, *names: str) -> Iterator[Setting]:
         """Values of a launcher's options and of an environment variable that stand for the same thing."""
         for step in self.steps:
             yield from (step.options[n] for n in names if n in step.options)
-        yield from (t for t in self.assigned if t.kind == variable)
+        yield from (a for a in self.assigned if a.name == variable)
 
     @property
     def ports(self) -> dict[str, int]:
         """Rendezvous ports as written, and the line of each."""
         values = [*self.given("MASTER_PORT", "master_port", "main_process_port"), *self.given("", "rdzv_endpoint")]
-        return {t.text.rpartition(":")[2]: t.line for t in reversed(values)}
+        return {v.value.rpartition(":")[2]: v.line for v in reversed(values)}
 
     def set_to(self, name: str, value: str) -> Iterable[tuple[int, str]]:
         """Assignments whose name and value match these patterns, one a name."""
-        hits = {t.kind: t for t in self.assigned if re.fullmatch(name, t.kind) and re.fullmatch(value, t.text)}
-        return [(t.line, f"{t.kind}={t.text}") for t in hits.values()]
+        hits = {a.name: a for a in self.assigned if re.fullmatch(name, a.name) and re.fullmatch(value, a.value)}
+        return [(a.line, f"{a.name}={a.value}") for a in hits.values()]
 
     def _fill(self, text: str, sign: str) -> str:
         def value(match: re.Match[str]) -> str:
             known = self.variables.get(match[1] or match[2], match[0])
-            return " ".join(t.text for t in Lexer(known[1:-1]) if t.kind == "word") if known[:1] == "(" else known
+            return re.sub(r"(?<!\S)#.*|[\"']", "", known[1:-1]) if known[:1] == "(" else known  # an array's words
 
         return re.sub(rf"{re.escape(sign)}(?:(\w+)|\{{(\w+)(?:\[[@*]\])?\}})", value, text)
 
-    def _words(self, words: list[Token], sign: str) -> Iterator[Token]:
+    def _words(self, words: list[Word], sign: str) -> Iterator[Word]:
         for word in words:
             text = self._fill(word.text, sign)
             split = text != word.text and (not word.quoted or word.text.endswith("[@]}")) and "=" not in word.text
             yield from (word._replace(text=part) for part in (FIELD.findall(text) if split else [text]))
 
-    def _steps(self, words: list[Token], command: Command, index: int, srun: dict[str, str] | None = None,
+    def _steps(self, words: list[Word], command: Command, index: int, srun: dict[str, str] | None = None,
                wrappers: frozenset[str] = frozenset(), sign: str = "$") -> Iterator[Step]:  # fmt: skip
         """What a command comes to, also inside bash -c, eval and trap."""
-        words = self._assign(list(self._words(words, sign)), command)
+        if not (words := list(self._words(words, sign))):
+            return  # $EMPTY
+        words = self._assign(words, command)
         while words and ((name := base(words[0].text)) == "srun" or WRAPPERS.fullmatch(name)):
             if name == "srun":
-                found, rest = options([w.text for w in words[1:]], words[0].line, f"{SBATCH} {SRUN} {SITE}")
+                found, rest = options([w.text for w in words[1:]], words[0].line, SRUN)
                 srun, words = {o.name: o.value for o in found}, words[len(words) - len(rest) :] if rest else []
             else:
                 at = next((i for i, w in enumerate(words) if i and PROGRAM.fullmatch(base(w.text))), 0)
@@ -233,19 +227,21 @@ class Script:
             code = next((w.text for flag, w in itertools.pairwise(words) if re.fullmatch(r"-\w*c", flag.text)), "")
         elif first in ("eval", "trap") and len(words) > 1:
             code = " ".join(w.text for w in words[1:]) if first == "eval" else words[1].text
-        for inner in commands(iter(Lexer(code, "$" if first == "eval" else LATE, words[-1].line))) if code else ():
-            around = ("function",) if first == "trap" else command.inside
-            inner = inner._replace(end=command.end if inner.end == "\n" else inner.end, inside=around)
-            yield from self._steps(list(inner.words), inner, index, srun, wrappers, "$" if first == "eval" else LATE)
+        sign = "$" if first == "eval" else LATE
+        wrappers |= {f"{first} {len(wrappers)}"}
+        for inner in Code(code, sign, words[-1].line).commands if code and len(wrappers) < 9 else ():
+            around = frozenset(["function"]) if first == "trap" else command.inside
+            inner = inner._replace(end=inner.end or command.end, inside=around)
+            yield from self._steps(list(inner.words), inner, index, srun, wrappers, sign)
 
-    def _assign(self, words: list[Token], command: Command) -> list[Token]:
+    def _assign(self, words: list[Word], command: Command) -> list[Word]:
         """Takes note of assignments; the words after those that come first."""
         rest = list(itertools.dropwhile(lambda w: re.match(r"\w+\+?=", w.text), words))
         declares = words[0].text in ("export", "declare", "local", "readonly", "typeset", "env")
         for word in words if declares else words[: len(words) - len(rest)]:
             if match := re.match(r"(\w+)(\+?)=(.*)", word.text, re.DOTALL):
-                self.assigned.append(Token(match[1], match[3], word.line))
-                unsure = match[2] or (command.inside and match[1] in self.variables)
+                self.assigned.append(Setting(match[1], match[3], word.line))
+                unsure = match[2] or (command.inside and match[1] in self.variables) or len(match[3]) > 10_000
                 self.variables[match[1]] = f"${match[1]}" if unsure else match[3]
         for word in words[1:] if words[0].text in ("for", "read") else ():
             self.variables.pop(word.text, None)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.script import Script
-from kit.shell import LATE, SBATCH, SRUN, Lexer, commands, directives, options
+from kit.script import SRUN, Script
+from kit.shell import LATE, Code, directives, options
 
 
 def header(*rows: str) -> list[list[str]]:
@@ -16,7 +16,7 @@ def header(*rows: str) -> list[list[str]]:
 
 
 def words(text: str) -> list[list[str]]:
-    return [[w.text.replace(LATE, "§") for w in c.words] for c in commands(iter(Lexer(text)))]
+    return [[w.text.replace(LATE, "§") for w in c.words] for c in Code(text).commands]
 
 
 def value(directive: str, name: str) -> str:
@@ -82,7 +82,7 @@ def test_the_refused_word_is_the_right_one() -> None:
 
 
 def test_srun_has_options_of_its_own() -> None:
-    found, rest = options(["-K1", "-u", "--cpu-bind=none", "-l", "python", "-u"], 1, f"{SBATCH} {SRUN}")
+    found, rest = options(["-K1", "-u", "--cpu-bind=none", "-l", "python", "-u"], 1, SRUN)
     assert [o.name for o in found] == ["kill-on-bad-exit", "unbuffered", "cpu-bind", "label"]
     assert rest == ["python", "-u"]
 
@@ -126,7 +126,7 @@ def test_gpus_are_counted_per_node(options_: str, gpus: int | None) -> None:
     [
         ("a 'b c' \"d e\" f\\ g", [["a", "b c", "d e", "f g"]]),
         ("a \\\n  b", [["a", "b"]]),
-        ("a # b\nc#d '#e'", [["a"], ["c#d", "#e"]]),
+        ("a # b\nc d#e '#f'", [["a"], ["c", "d#e", "#f"]]),
         ("a; b && c || d | e & f", [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]),
         ("a > out 2>&1 < in &>> log b", [["a", "b"]]),
         ("x=1 y='a b' cmd", [["x=1", "y=a b", "cmd"]]),
@@ -139,16 +139,16 @@ def test_gpus_are_counted_per_node(options_: str, gpus: int | None) -> None:
         ("diff <(a b) >(c) d", [["diff", "<(a b)", ">(c)", "d"]]),
         (
             "if [[ $a == (b|c) && d ]]; then e; fi",
-            [["[[", "$a", "==", "(", "b", "|", "c", ")", "&&", "d", "]]"], ["e"]],
+            [["[[", "$a == (b|c) && d", "]]"], ["e"]],
         ),
         ("for i in a b; do c; done", [["for", "i", "in", "a", "b"], ["c"]]),
         ("f() { a; }; (b); { c; }", [["a"], ["b"], ["c"]]),
-        ("case $x in\n  a) b ;;\n  *) c ;;\nesac\nd", [["case", "$x", "in"], ["b"], ["c"], ["d"]]),
+        ("case $x in\n  a | e) b ;;\n  *) c ;;\nesac\nd", [["b"], ["c"], ["d"]]),
         ("echo if then fi", [["echo", "if", "then", "fi"]]),
-        ("((i++)); a", [["((i++))"], ["a"]]),
-        ("! time a", [["a"]]),
-        ("it's never closed", [["its never closed\n"]]),
-        ("a $(b", [["a", "$(b\n"]]),
+        ("((i++)); a", [["a"]]),
+        ("! time a", [["time", "a"]]),
+        ("a b; it's never closed", [["a", "b"], ["it"]]),
+        ("c; a $(b", [["c"], ["a", "$(b"]]),
     ],
 )
 def test_commands_are_split_as_bash_splits_them(text: str, expected: list[list[str]]) -> None:
@@ -160,38 +160,37 @@ def test_a_heredoc_holds_no_commands(opener: str) -> None:
     indent = "\t" if "-" in opener else ""
     text = f"cat {opener} > job.sh && a\n#SBATCH -N 2\nsrun 'x\n{indent}EOF\nb\n"
     assert words(text) == [["cat"], ["a"], ["b"]]
-    assert [t.text for t in Lexer(text) if t.kind == "heredoc"] == ["#SBATCH -N 2\nsrun 'x\n"]
-    assert [t for t in Lexer(text) if t.kind == "comment"] == []
+    assert Code(text).comments == []
 
 
-def test_two_heredocs_follow_in_order_and_a_here_string_is_none() -> None:
-    assert words("a <<A <<B\n1\nA\n2\nB\nb <<< 'c'\nd") == [["a"], ["b"], ["d"]]
+def test_a_here_string_is_no_heredoc() -> None:
+    assert words("b <<< 'c'\nd") == [["b"], ["d"]]
 
 
-def test_tokens_know_their_lines() -> None:
-    text = "a \\\n b 'c\nd' e # f\n\ncat <<X\n1\n2\nX\ng"
-    assert [(t.text, t.line) for t in Lexer(text) if t.kind in ("word", "comment")] == [
-        ("a", 1),
-        ("b", 2),
-        ("c\nd", 2),
-        ("e", 3),
-        ("# f", 3),
-        ("cat", 5),
-        ("X", 5),
-        ("g", 9),
+def test_words_and_comments_know_their_lines() -> None:
+    code = Code("a \\\n b 'c\nd' e # f\n\ncat <<X\n1\n2\nX\ng", line=11)
+    assert [(w.text, w.line) for c in code.commands for w in c.words] == [
+        ("a", 11),
+        ("b", 12),
+        ("c\nd", 12),
+        ("e", 13),
+        ("cat", 15),
+        ("g", 19),
     ]
+    assert [(c.text, c.line) for c in code.comments] == [("# f", 13)]
 
 
 def test_a_command_knows_what_surrounds_it() -> None:
-    text = "if a; then b | c; else d & fi\nwhile e; do (f); done\ng() { h; }"
-    found = {c.words[0].text: (c.inside, c.before, c.end) for c in commands(iter(Lexer(text)))}
-    assert found["a"][0] == ("if",)
-    assert found["b"] == (("then",), ";", "|")
-    assert found["c"] == (("then",), "|", ";")
-    assert found["d"] == (("else",), ";", "&")
-    assert found["e"][0] == ("while",)
-    assert found["f"][0] == ("do", "(")
-    assert found["h"][0] == ("function",)
+    text = "if a; then b | c; else d & fi\nwhile e; do (f); done\ng() { h; }; i"
+    found = {c.words[0].text: (c.inside, c.end) for c in Code(text).commands}
+    assert found["a"] == ({"if", "condition"}, ";")
+    assert found["b"] == ({"if"}, "|")
+    assert found["c"] == ({"if"}, ";")
+    assert found["d"] == ({"if", "else"}, "&")
+    assert found["e"] == ({"while", "condition"}, ";")
+    assert found["f"] == ({"while", "do", "subshell"}, "")
+    assert found["h"] == ({"function", "compound"}, ";")
+    assert found["i"] == (set(), "")
 
 
 def steps(body: str) -> list[tuple[str, list[str]]]:
@@ -208,6 +207,7 @@ def steps(body: str) -> list[tuple[str, list[str]]]:
         ("X=1\nX=2\na $X", "a", ["a", "2"]),
         ("X=1\nif b; then X=2; fi\na $X", "a", ["a", "$X"]),
         ("for X in 1 2; do a $X; done", "a", ["a", "$X"]),
+        ("X=\n$X\na $X b", "a", ["a", "b"]),
         ("A=1 srun -n2 env B=1 numactl -N 0 python3 -m torch.distributed.run x.py", "torchrun", ["python3", "-m"]),
         ("uv run accelerate launch x.py", "accelerate", ["accelerate", "launch", "x.py"]),
         ("accelerate config", "", ["accelerate", "config"]),
@@ -241,16 +241,21 @@ def test_tasks_on_a_node_follow_srun_before_the_directives(directive: str, comma
     assert script.tasks_per_node(script.steps[0]) == tasks
 
 
-PIECES = [*"ab $\"'`\\(){}[]<>|&;#=\n-\t!*@\ue000", "#SBATCH ", "EOF", "srun ", "bash -c ", "<<", "$(", "${"]
+PIECES = [*"ab $\"'`\\(){}[]<>|&;#=\n-\t!*@\x1a", "#SBATCH ", "EOF", "srun ", "bash -c ", "eval ", "<<", "$(", "${"]
 
 
 @given(st.lists(st.sampled_from(PIECES)).map("".join))
 @settings(max_examples=300, deadline=None)
-def test_any_text_is_read_to_its_end(text: str) -> None:
-    lexer = Lexer(text)
-    lines = [t.line for t in lexer]
-    assert lexer.pos >= len(text) and lines == sorted(lines)
+def test_any_text_is_read(text: str) -> None:
+    lines = [c.line for c in Code(text).comments]
+    assert lines == sorted(lines)
     Script(text)
+
+
+def test_a_script_that_calls_itself_ends() -> None:
+    assert len(Script('C=\'eval "$C"; eval "$C"\'\neval "$C"\n').steps) < 2000
+    double = "".join(f'A{i + 1}="$A{i}$A{i}"\n' for i in range(40))
+    assert max(len(a.value) for a in Script(f"A0=xxxxxxxx\n{double}").assigned) < 50_000
 
 
 @given(st.lists(st.text(alphabet="ab '\"\\$#;|&<>()\n", max_size=8), min_size=1, max_size=4))
@@ -258,5 +263,5 @@ def test_any_text_is_read_to_its_end(text: str) -> None:
 def test_words_quoted_for_bash_come_back_as_bash_sees_them(raw: list[str]) -> None:
     line = "printf '%s\\0' " + shlex.join(raw)
     seen = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-    (command,) = commands(iter(Lexer(line)))
+    (command,) = Code(line).commands
     assert [w.text.replace(LATE, "$") for w in command.words[2:]] == seen == raw
