@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kit import files
-from kit.chart import COLOURS, GRID, INK, MUTED, Chart, Line, fluid
+from kit.chart import COLOURS, GRID, INK, MUTED, POINTS, Chart, Line, fluid
 from kit.errors import InputError, KitError
-from kit.metrics import Metrics, Series
+from kit.metrics import Metrics
 from kit.run import Run
 from kit.wandb_log import find_logs
 
@@ -92,8 +92,7 @@ class Board:
 
     def _progress(self) -> tuple[int, int, float]:
         """(optimizer steps done, steps in all, seconds left), 0 where nobody said; kit.train tells the last two."""
-        steps = self.metrics.series.get("train/global_step")
-        done = int(steps.values[-1]) if steps else 0
+        done = int(self.metrics.last("train/global_step") or 0)
         path = self.folder / "state" / "progress.json"
         if not path.is_file():
             return done, 0, 0.0
@@ -157,8 +156,8 @@ class Board:
         ]
 
     def _logged(self, **keys: str) -> list[Line]:
-        found = {name.replace("_", " "): self.metrics.series.get(key) for name, key in keys.items()}
-        return [Line(name, *series) for name, series in found.items() if series]
+        found = {name.replace("_", " "): key for name, key in keys.items() if key in self.metrics.series}
+        return [Line(name, *self.metrics.line(key, POINTS)) for name, key in found.items()]
 
     def _places(self) -> list[tuple[str, int | str]]:
         """(host, GPU index) of every GPU, or (host, "cpu") of every node where no GPU is seen."""
@@ -169,19 +168,21 @@ class Board:
         """A line for each place; when they are more than there are colours, all of a node share its name."""
         places, lines = self._places(), []
         for host, index in places:
-            if series := self.metrics.series.get((host, index, reading)):
+            if (host, index, reading) in self.metrics.series:
                 own_name = index != "cpu" and len(places) <= len(COLOURS)
-                lines.append(Line(f"{host} GPU {index}" if own_name else host, self._minutes(series), series.values))
+                x, y = self.metrics.line((host, index, reading), POINTS)
+                lines.append(Line(f"{host} GPU {index}" if own_name else host, self._minutes(x), y))
         return lines
 
     def _capacity(self) -> list[Line]:
         """The memory of the smallest GPU."""
         sizes = [series for key, series in self.metrics.series.items() if key[2:] == ("mem_total_gib",)]
         smallest = sorted(sizes, key=lambda size: size.values[-1])[:1]
-        return [Line("capacity", self._minutes(s)[[0, -1]], [s.values[-1]] * 2, limit=True) for s in smallest]
+        ends = [(self._minutes(np.array([s.steps[0], s.steps[-1]])), [s.values[-1]] * 2) for s in smallest]
+        return [Line("capacity", x, y, limit=True) for x, y in ends]
 
-    def _minutes(self, series: Series) -> Any:
-        return (np.array(series.steps) - self.metrics.first_sample) / 60
+    def _minutes(self, times: Any) -> Any:
+        return (times - self.metrics.first_sample) / 60
 
     def _header(self) -> dict[str, Any]:
         good = {"RUNNING": COLOURS[0], "COMPLETED": COLOURS[2], "FINISHED": COLOURS[2]}

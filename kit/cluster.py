@@ -1,12 +1,14 @@
 """Cluster: the machines. Nodes, GPUs, links, storage, Slurm settings and environment, from one TOML file."""
 
 import importlib.metadata
+import math
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import tomli_w
@@ -53,8 +55,21 @@ class Links:
 
 
 @dataclass(frozen=True)
+class Container:
+    """The image in which the ranks run: what enroot takes (pyxis), or a .sif file; mounts are further host[:inside]."""
+
+    kind: Literal["none", "pyxis", "apptainer"] = "none"
+    image: str = ""
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Slurm:
-    """What the job script asks for. gres is per node, as Slurm spells it."""
+    """What the job script asks for. gres is per node, as Slurm spells it.
+
+    python is the interpreter on the nodes, in the image where there is one; else python3 there, and outside of an image
+    the one that launches.
+    """
 
     partition: str = ""
     gres: str = ""
@@ -62,6 +77,19 @@ class Slurm:
     account: str = ""
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    python: str = ""
+    container: Container = field(default_factory=Container)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a time limit MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; infinite where there is none."""
+        days, dash, clock = self.time.rpartition("-")
+        try:
+            parts = [int(part) for part in clock.split(":")]
+        except ValueError:
+            return math.inf
+        units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+        return float(86_400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False)))
 
 
 @dataclass(frozen=True)

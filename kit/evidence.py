@@ -3,30 +3,48 @@
 Accounting is often off and Slurm forgets a job within minutes. Gone with nothing recorded is LOST, never COMPLETED.
 """
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kit import files
+from kit import files, joblog
 from kit.errors import InputError
 from kit.run import Run
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
          "DEADLINE", "LOST")  # fmt: skip
-# What Slurm's line in the log says, most telling first.
-ENDED_BY = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "CANCELLED": "CANCELLED"}
+PROVISIONAL = ("PREEMPTED", "NODE_FAIL")  # with Requeue=1 the same job may start again
 SILENT = 120  # seconds without a heartbeat (one every 10) after which a job that Slurm forgot counts as gone
+SKEW = 60  # seconds by which clocks of nodes may differ
+
+# bash reads this file before a user's own script (BASH_ENV); a trap that the script sets itself takes its place.
+WITNESS = """\
+case $0 in */slurm_script | */job.sbatch)
+  unset BASH_ENV
+  _kit_task=${SLURM_ARRAY_TASK_ID:+.$SLURM_ARRAY_TASK_ID}
+  _kit_record() {
+    local file=$1.${SLURM_RESTART_COUNT:-0}$_kit_task.json job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+    printf '{"job_id": "%s", "time": %(%s)T, %s}\\n' "${KIT_JOB_ID:-$job}" -1 "$2" > "$KIT_RUN/state/.$file" &&
+      mv "$KIT_RUN/state/.$file" "$KIT_RUN/state/$file"
+  } 2>/dev/null
+  trap '_kit_record exit "\\"exit_code\\": $?"' EXIT
+  _kit_record start "\\"nodes\\": \\"$SLURM_JOB_NODELIST\\""
+  (while kill -0 $$ && : > "$KIT_RUN/state/heartbeat$_kit_task"; do sleep 10; done &) < /dev/null > /dev/null 2>&1
+esac
+"""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a run; `as_dict` is what `kit state --json` prints."""
+    """What is known of a run; `as_dict` is what `kit state --json` prints. `tasks`: the state of each array task."""
 
     run: str
     job_id: str | None
@@ -37,11 +55,13 @@ class State:
     confidence: str = "high"
     evidence: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    tasks: dict[int, str] = field(default_factory=dict)
+    provisional: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will happen."""
-        return self.state in ENDED
+        return self.state in ENDED and not self.provisional
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
@@ -57,6 +77,7 @@ class State:
 def witness(run: Run, source: str, **facts: Any) -> None:
     """Append a record of the run's present job to the ledger: one line, one write."""
     line = json.dumps({"time": time.time(), "source": source, "job_id": run.job_id, **facts}) + "\n"
+    (run.path / "state").mkdir(exist_ok=True)
     handle = os.open(run.path / "state" / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         os.write(handle, line.encode())
@@ -65,21 +86,39 @@ def witness(run: Run, source: str, **facts: Any) -> None:
 
 
 def records(run: Run) -> list[dict[str, Any]]:
-    """Every record of the present job: the ledger, the job's own start and exit files, the heartbeat."""
-    ledger = run.path / "state" / "ledger.jsonl"
-    lines = ledger.read_text().splitlines() if ledger.exists() else []
-    out = [*map(json.loads, lines), *(record for _, record in _left(run))]
-    heartbeat = run.path / "state" / "heartbeat"
-    if heartbeat.exists():
-        out.append({"source": "heartbeat", "time": heartbeat.stat().st_mtime, "job_id": run.job_id})
-    return sorted((r for r in out if r["job_id"] == run.job_id), key=lambda r: r["time"])
+    """Every record of the present job: the ledger, the job's own start and exit files, the heartbeat.
+
+    Job ids wrap and are given again, so the key is the id and the time of submission. A torn line is no record.
+    """
+    ledger, info = run.path / "state" / "ledger.jsonl", run.info
+    out = [record for _, record in _left(run)]
+    for line in ledger.read_text(errors="replace").splitlines() if ledger.exists() else []:
+        with contextlib.suppress(ValueError):
+            out.append(json.loads(line))
+    for beat in (run.path / "state").glob("heartbeat*"):
+        facts = {"task": int(beat.suffix[1:])} if beat.suffix else {}
+        out.append({"source": "heartbeat", "time": beat.stat().st_mtime, "job_id": info["job_id"], **facts})
+    began = (info.get("submitted") or 0) - SKEW
+    return sorted((r for r in out if r["job_id"] == info["job_id"] and r["time"] >= began), key=lambda r: r["time"])
+
+
+def by_task(found: Iterable[dict[str, Any]], tasks: Iterable[int | None]) -> dict[int | None, list[dict[str, Any]]]:
+    """The records that speak of each array task, or of the whole job."""
+    out: dict[int | None, list[dict[str, Any]]] = {task: [] for task in tasks}
+    for record in found:
+        task = record.get("task")
+        for one in out.values() if task is None else [out.get(task, [])]:
+            one.append(record)
+    return out
 
 
 def _left(run: Run) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The files that the job's script leaves: start.<restart>.json and exit.<restart>.json."""
-    for path in sorted((run.path / "state").glob("*.*.json")):
-        kind, restart, _ = path.name.split(".")
-        yield path, {"source": kind, "restart": int(restart), **files.read_json(path)}
+    """The files that the job's script leaves: start and exit.<restart>[.<task>].json."""
+    for path in sorted((run.path / "state").glob("[!.]*.*.json")):
+        kind, restart, *task = path.stem.split(".")
+        facts = {"source": kind, "restart": int(restart)} | ({"task": int(task[0])} if task else {})
+        with contextlib.suppress(InputError):
+            yield path, facts | files.read_json(path)
 
 
 def archive(run: Run) -> None:
@@ -87,92 +126,128 @@ def archive(run: Run) -> None:
     for path, record in list(_left(run)):
         witness(run, **record)
         path.unlink()
-    (run.path / "state" / "heartbeat").unlink(missing_ok=True)
+    for beat in (run.path / "state").glob("heartbeat*"):
+        beat.unlink()
 
 
 def resolve(run: str, job_id: str | None, found: Iterable[dict[str, Any]], log: str, now: float) -> State:
     """Judge the records. Pure: the same records, log text and time give the same State."""
-    latest: dict[str, dict[str, Any]] = {}
-    for record in found:
-        latest[record["source"]] = record  # in order of time, so the newest of each source stays
     if job_id is None:
         return State(run, None, "NOT SUBMITTED", evidence=["run.json has no job id"])
-    evidence = [f"{s}: {_words(r)}" for s, r in latest.items()]
-    slurm, left, asked = latest.get("slurm", {}), latest.get("exit"), latest.get("cancel")
-    exit_file = left if left and left["time"] >= latest.get("start", left)["time"] else None
-    said = slurm.get("state", "")
-    cause = cause_in(log)
-    conflicts = []
-    if exit_file and said in ENDED and (exit_file["exit_code"] == 0) != (said == "COMPLETED"):
+    found = list(found)
+    restart = max((r.get("restart", 0) for r in found), default=0)
+    # In order of time, so the newest of each source stays; what an earlier start left says nothing of the present one.
+    latest = {r["source"]: r for r in found if r.get("restart", restart) == restart}
+    slurm, asked, exit_file = latest.get("slurm", {}), "cancel" in latest, latest.get("exit")
+    gone = "gone" in latest and latest["gone"]["time"] >= slurm.get("time", 0)
+    log = joblog.of_this_start(log, latest["start"]["time"]) if "start" in latest else log
+    told, cause = joblog.ended_by(log), joblog.cause_in(log)
+    word = next((r for r in (slurm, latest.get("sacct", {})) if r.get("state") in ENDED), {})
+    live = "" if word or gone else slurm.get("state", "")
+    base = State(run, job_id, "", evidence=[f"{s}: {_words(r)}" for s, r in latest.items()])
+    code: Any = (exit_file or word).get("exit_code")
+    signal = (exit_file or {}).get("signal") or word.get("signal") or ""
+    base = replace(base, exit_code=code, signal=signal, confidence="medium")
+
+    if word:
+        again = word["state"] in PROVISIONAL and word.get("requeue") and not (word.get("again") or gone)
+        end = replace(base, state=word["state"], confidence="high", provisional=bool(again))
+    elif exit_file and "requeued" not in exit_file.get("reason", "") and (gone or "queue" in latest):
+        # Where a signal ends bash, an EXIT trap sees the code of the command before. The kit's script notes the signal.
+        sure = "signal" in exit_file or code > 0
+        guess = "OUT_OF_MEMORY" if joblog.OOM_KILL.search(log) else "FAILED"
+        guess = told[1] if told else "CANCELLED" if asked and (code or not sure) else guess if code else "COMPLETED"
+        end = replace(base, state=guess, confidence="high" if told or (sure and code <= 128) else "medium")
+    elif live or (exit_file and not gone):
+        state = "COMPLETING" if exit_file and live in ("", "RUNNING") else live
+        return replace(base, state=state, confidence="medium" if "queue" in latest else "high")
+    elif told or asked:
+        end = replace(base, state=told[1] if told else "CANCELLED")
+    elif not gone and latest.keys() & {"submit", "start"}:
+        return replace(base, state="RUNNING" if "start" in latest else "PENDING")
+    elif now - latest.get("heartbeat", {"time": 0})["time"] < SILENT:
+        return replace(base, state="RUNNING")
+    else:
+        seen = max(found, key=lambda r: (r["source"] not in ("gone", "queue", "sacct"), r["time"]), default=None)
+        last = f"the last sign is {seen['source']}: {_words(seen)}" if seen else "there is no sign of it"
+        return replace(base, state="LOST", confidence="low", cause=f"Nothing recorded how it ended; {last}.")
+    return _explained(end, latest, log, cause)
+
+
+def together(run: str, job_id: str | None, tasks: Mapping[Any, State]) -> State:
+    """The state of an array: live while a task is; when all have ended, that of its worst task."""
+    live = [s.state for s in tasks.values() if not s.ended]
+    bad = [n for n, s in tasks.items() if s.state != "COMPLETED"]
+    counts = ", ".join(f"{n} {state}" for state, n in Counter(s.state for s in tasks.values()).most_common())
+    worst = (
+        tasks[min(bad, key=lambda n: ENDED.index(tasks[n].state))] if bad and not live else State("", None, "COMPLETED")
+    )
+    return replace(
+        worst, run=run, job_id=job_id, state="RUNNING" if "RUNNING" in live else live[0] if live else worst.state,
+        cause=f"{len(tasks)} tasks: {counts}" + (f"; {worst.cause}" if worst.cause else ""),
+        evidence=[f"task {n}: {s.state}" + (f": {s.cause}" if s.cause else "") for n, s in tasks.items()],
+        conflicts=[f"task {n}: {c}" for n, s in tasks.items() for c in s.conflicts],
+        tasks={n: s.state for n, s in tasks.items()}, provisional=bool(live),
+    )  # fmt: skip
+
+
+def _explained(end: State, latest: dict[str, dict[str, Any]], log: str, cause: str) -> State:
+    """Add the disagreements between witnesses, and the cause of a bad end."""
+    slurm, exit_file = latest.get("slurm") or latest.get("sacct") or {}, latest.get("exit")
+    conflicts, said = [], slurm.get("state")
+    if exit_file and said in ENDED and said != "CANCELLED" and (exit_file["exit_code"] == 0) != (said == "COMPLETED"):
         conflicts.append(f"the script left exit code {exit_file['exit_code']}, but Slurm says {said}")
+    if end.state == "COMPLETED":
+        step = re.search(r"DerivedExitCode=([1-9]\d*):", slurm.get("verbatim", ""))
+        crash, last = joblog.traceback_in(log)
+        hid = "a later command, or a pipe such as `| tee`, hid it"
+        conflicts += [f"exit code 0, but a step ended with exit code {step[1]}: {hid}"] if step else []
+        conflicts += [f"exit code 0, but the log holds a traceback, {crash}: {hid}"] if crash else []
+        end = replace(end, state="FAILED" if crash and last else end.state)
+    if conflicts:
+        end = replace(end, conflicts=conflicts, confidence="medium")
+    if end.state == "COMPLETED" and not conflicts:
+        return end
+    return replace(end, cause=cause or (exit_file or {}).get("reason", "") or _plain(end, slurm, latest))
 
-    def judged(state: str, confidence: str = "high") -> State:
-        code = exit_file["exit_code"] if exit_file else slurm.get("exit_code")
-        signal = (exit_file or {}).get("signal") or slurm.get("signal") or ""
-        why = cause if state not in ("COMPLETED", "RUNNING", "PENDING") else ""
-        return State(run, job_id, state, code, signal, why, confidence, evidence, conflicts)
 
-    if said in ENDED:
-        return judged(said)
-    if exit_file:
-        if exit_file["exit_code"] == 0:
-            return judged("COMPLETED")
-        told = (s for words, s in ENDED_BY.items() if words in cause)
-        return judged(next(told, "CANCELLED" if asked else "FAILED"))
-    if said and not slurm.get("gone"):
-        return judged(said)
-    if asked:
-        return judged("CANCELLED", "medium")
-    if now - latest.get("heartbeat", {"time": 0})["time"] < SILENT:
-        return judged("RUNNING", "medium")
-    return judged("LOST", "low")
+def _plain(end: State, slurm: dict[str, Any], latest: dict[str, dict[str, Any]]) -> str:
+    """The cause where the log names none."""
+    where = f" on {slurm['nodes']}" if slurm.get("nodes") else ""
+    if end.signal == "53" and "start" not in latest:  # what slurmd sets where it cannot open the script's output
+        return (
+            f"It never started{where}: the folder of its log is not there, or is not on a file system that node sees."
+        )
+    if end.state == "CANCELLED" and "Dependency" in slurm.get("reason", ""):
+        return "The run that it was to follow did not end well."
+    number = int(end.signal) if end.signal.isdigit() else (end.exit_code or 0) - 128
+    if end.state == "FAILED":
+        how = f"was killed by signal {number}" if number > 0 else f"exited with code {end.exit_code}"
+        return f"The script {how}{where}."
+    words = {"NODE_FAIL": "A node failed", "TIMEOUT": "It reached its time limit", "PREEMPTED": "It was preempted"}
+    return words[end.state] + where + "." if end.state in words else ""
 
 
 def _words(record: dict[str, Any]) -> str:
-    facts = [f"{k} {v}" for k, v in record.items() if k not in ("source", "time") and v not in ("", None)]
+    hidden = ("source", "time", "job_id", "verbatim", "task")
+    facts = [f"{k} {v}" for k, v in record.items() if k not in hidden and v is not False and v not in ("", None)]
     return f"{', '.join(facts) or 'seen'} at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record['time']))}"
-
-
-# torch's elastic agent prints a block for the first rank that died; Slurm prints a line for what it did itself.
-_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
-_HOST = re.compile(r"host\s*:\s*(\S+)")
-_SLURM = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON (\S+) CANCELLED AT \S+(?: DUE TO ([A-Z ]+?))? \*\*\*")
-_OOM = re.compile(r"oom.kill event|CUDA out of memory|OutOfMemoryError", re.IGNORECASE)
-
-
-def dead_rank(log: str) -> tuple[int, int] | None:
-    """(rank, exit code) of the first rank that died by itself; a rank ended by SIGTERM died of another."""
-    found = [(int(rank), int(code)) for rank, code in _RANK.findall(log)]
-    return next((f for f in found if f[1] != -15), found[0] if found else None)
-
-
-def cause_in(log: str) -> str:
-    """One line of cause from the job's log; empty where it names none."""
-    if match := _SLURM.search(log):
-        return f"Slurm ended it on {match[1]}: CANCELLED" + (f" DUE TO {match[2]}" if match[2] else "")
-    said = re.findall(r"^\[rank \d+ on .*$", log, re.MULTILINE)
-    if dead := dead_rank(log):
-        rank, code = dead
-        own = next((line for line in said if line.startswith(f"[rank {rank} ")), "")
-        ended = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return own or f"rank {rank} {ended}" + (" (out of memory)" if _OOM.search(log) else "")
-    return said[0] if said else ""
 
 
 def last_words(run: Run, rank: int, lines: int = 12) -> str:
     """The end of a rank's own log."""
     path = run.path / "logs" / f"rank-{rank:03}.log"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+    return joblog.end_of(path, lines) if path.exists() else ""
 
 
 def main(arguments: list[str]) -> int:
     """Inside the failed job: name the dead rank and its last lines; the exit code is the rank's."""
     run, code = Run.attach(arguments[0]), int(arguments[1])
     log = run.log.read_text(errors="replace")
-    if not (dead := dead_rank(log)):
+    if not (dead := joblog.dead_rank(log)):
         return code
     rank, own = dead
-    print(f"\nThe job failed: {cause_in(log)}\nLast lines of logs/rank-{rank:03}.log:\n{last_words(run, rank)}")
+    print(f"\nThe job failed: {joblog.cause_in(log)}\nLast lines of logs/rank-{rank:03}.log:\n{last_words(run, rank)}")
     return own if own > 0 else 128 - own
 
 

@@ -1,6 +1,7 @@
 """The local runner: a job script executed here with Slurm's variables set and stand-ins for srun and scontrol."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ STAND_INS = {
     "scontrol": """case "$1 $2" in
 "show hostnames") echo "$3" ;;
 "show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;
+"show job") echo "JobId=$4 JobState=RUNNING PreemptTime=None" ;;
+"requeue "*) : > "$KIT_RUN/state/requeue" ;;
 *) echo "scontrol: no Slurm here: $*" >&2; exit 1 ;;
 esac
 """,
@@ -60,11 +63,16 @@ def execute(run: Run) -> int:
         "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
     }  # fmt: skip
+    again = run.path / "state" / "requeue"
+    again.touch()
     with run.log.open("a") as log:
-        script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=env, stdout=log, stderr=log)
-        signal.signal(signal.SIGTERM, lambda *_: _end_tree(script.pid))
-        files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
-        code = script.wait()
+        for restart in itertools.takewhile(lambda _: again.exists(), itertools.count()):
+            again.unlink()
+            env["SLURM_RESTART_COUNT"] = str(restart)
+            script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=env, stdout=log, stderr=log)
+            signal.signal(signal.SIGTERM, lambda *_, pid=script.pid: _end_tree(pid))
+            files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
+            code = script.wait()
     _end_tree(os.getpid(), itself=False)  # whatever the script left behind
     cancelled = any(r["source"] == "cancel" for r in evidence.records(run))
     ended = "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED"

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
+from kit.errors import KitError
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -56,7 +60,7 @@ def _resident(path: Path) -> tuple[int, int]:
     try:
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), "this file system maps no files, so residency cannot be seen", str(path))
+            raise KitError(f"{path}: its file system maps no files, so neither cold nor warm can be proven there.")
         failed = _libc.mincore(address, size, vector)
         error = ctypes.get_errno()
         _libc.munmap(address, size)
@@ -72,14 +76,9 @@ def device_bytes() -> int:
 
     read_bytes of /proc/self/io (man 5 proc). A read that another process on the node did for us is not in it.
     """
-    return _self_io("read_bytes")
+    return int(psutil.Process().io_counters().read_bytes)
 
 
 def read_bytes() -> int:
     """Bytes that this process has asked for by read calls so far, cached or not; mapped files are not in it."""
-    return _self_io("rchar")
-
-
-def _self_io(key: str) -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)[key])
+    return int(psutil.Process().io_counters().read_chars)

@@ -1,22 +1,30 @@
 """The job script and its accelerate config: exactly what is submitted, written into the run folder."""
 
+import contextlib
+import json
+import math
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
+from kit import rendezvous
 from kit.cluster import Cluster
+from kit.errors import InputError
+from kit.files import REPOSITORY, locate, read_json
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.timing import disk_rate, predict
 
-# Runs on each node. SLURM_NODEID must be read there: on the batch host it is 0 for every node.
+# On each node: prove that it reaches the head and runs the same software, then become accelerate's launcher.
 NODE_COMMAND = """
-"$KIT_PYTHON" -m kit.sampler "$KIT_RUN" &
-exec "$KIT_PYTHON" -m accelerate.commands.launch --config_file "$KIT_RUN/accelerate.yaml" \\
-  --machine_rank "$SLURM_NODEID" --main_process_ip "$KIT_ADDRESS" --main_process_port "$KIT_PORT" \\
-  -m kit.train "$KIT_RUN"
+{python} -m kit.sampler "$KIT_RUN" &
+exec {python} -m kit.rendezvous "$KIT_RUN"
 """
+
+# The image brings torch; the kit comes from the shared file system, so that it is the one that launched the job.
+PYTHONPATH = f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}:${{PYTHONPATH-}}"
 
 BODY = """\
 set -euo pipefail
@@ -30,32 +38,42 @@ restart=${{SLURM_RESTART_COUNT:-0}}
 # Evidence of how the job ended, whole or absent: accounting may be off and nobody may be watching.
 record() {{  # NAME FACTS: state/NAME.<restart>.json
   local file=$1.$restart.json
-  printf '{{"job_id": "%s", "time": %s, %s}}\\n' "$KIT_JOB_ID" "$(date +%s)" "$2" > "$KIT_RUN/state/.$file"
-  mv "$KIT_RUN/state/.$file" "$KIT_RUN/state/$file"
+  printf '{{"job_id": "%s", "time": %s, %s}}\\n' "$KIT_JOB_ID" "$(date +%s)" "$2" > "$KIT_RUN/state/$file.new"
+  mv "$KIT_RUN/state/$file.new" "$KIT_RUN/state/$file"
 }}
 finish() {{
   rc=$?
   kill "$heart" 2>/dev/null || true
-  record exit "\\"exit_code\\": $rc, \\"signal\\": \\"$caught\\""
+  record exit "\\"exit_code\\": $rc, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{reason//[\\"\\\\]/}}\\""
 }}
-caught="" step="" heart=""
+caught="" step="" heart="" reason=""
+rm -f "$KIT_RUN/state/stop" "$KIT_RUN/state/saved"
 trap finish EXIT
 stop() {{ caught=$1; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }}
 trap 'stop TERM' TERM
 trap 'stop INT' INT
+# Slurm's warning. srun would hand it to every process of the step, accelerate's launcher among them, and end it: a file
+# tells the ranks, which look at each step.
+trap 'caught=USR2; : > "$KIT_RUN/state/stop"' USR2
 while sleep 10; do date +%s > "$KIT_RUN/state/heartbeat"; done &
 heart=$!
-record start "\\"nodes\\": \\"$SLURM_JOB_NODELIST\\""
+newest=$(ls "$KIT_RUN/checkpoints" | sed -n 's/^checkpoint-//p' | sort -n | tail -n 1)
+record start "\\"nodes\\": \\"$SLURM_JOB_NODELIST\\", \\"checkpoint\\": \\"$newest\\""
+if [ "$(grep -l "\\"checkpoint\\": \\"$newest\\"" "$KIT_RUN"/state/start.*.json | wc -l)" -gt 2 ]; then
+  reason="no new checkpoint in three starts: save more often (schedule.save_every), or ask for more time"
+  echo "$reason" >&2
+  exit 1
+fi
 
 {setup}# The head node's address comes from Slurm: node names need not resolve, and localhost would split the job.
-read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+KIT_HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')
+read -r head _ <<< "$KIT_HOSTS"
 KIT_ADDRESS=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 [ -n "$KIT_ADDRESS" ] || {{ echo "scontrol show node gives no NodeAddr for the head node $head." >&2; exit 1; }}
-KIT_PORT=$((20000 + SLURM_JOB_ID % 12000))  # below the range of outgoing connections, another for each job
-export KIT_ADDRESS KIT_PORT
+export KIT_HOSTS KIT_ADDRESS
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}  # Slurm 22.05 and 23.02 do not hand it to srun
 
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c {node_command} &
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 {container}bash -c {node_command} &
 step=$!
 rc=0
 wait "$step" || rc=$?
@@ -63,6 +81,31 @@ while kill -0 "$step" 2>/dev/null; do  # a trap interrupts wait; the step may st
   rc=0
   wait "$step" || rc=$?
 done
+# Preempted, or told to stop and saved: the same job starts again, unless somebody ends it. A task of an array is named,
+# since the id of one of them is that of the whole array.
+step="" job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+now=$(scontrol show job -o "$job" || true)
+saved=$(cat "$KIT_RUN/state/saved" 2>/dev/null || true)
+case $caught$now in
+  TERM* | INT*) why="ended from outside" ;;
+  *" PreemptTime="[0-9]*) why="preempted" ;;
+  USR2*) why="time limit near" ;;
+  *) why="asked to stop" ;;
+esac
+if [ -n "$saved" ] || {{ [ "$why" = preempted ] && [ ! -e "$KIT_RUN/state/result.json" ]; }}; then
+  rc=75  # EX_TEMPFAIL: to be tried again
+  reason="$why${{saved:+, saved $saved}}"
+  if [[ $why != *" from outside" && $why != "asked to stop" && $now == *" JobState=RUNNING "* ]]; then
+    if said=$(scontrol requeue "$job" 2>&1); then
+      reason+=", requeued"
+    else
+      reason+=", but Slurm does not start it again ($said): submit the run once more"
+    fi
+  fi
+  echo "$reason"
+  exit "$rc"
+fi
 if [ "$rc" -ne 0 ]; then
   "$KIT_PYTHON" -m kit.evidence "$KIT_RUN" "$rc" || rc=$?  # names the dead rank; its exit code becomes the job's
 fi
@@ -73,15 +116,19 @@ exit "$rc"
 def render_script(run: Run) -> str:
     """The sbatch script of a run. One srun task a node; accelerate starts the ranks."""
     recipe, cluster = run.recipe, run.cluster
-    directives = "".join(f"#SBATCH {line}\n" for line in _directives(recipe, cluster, run.path))
+    contained = cluster.slurm.container.kind != "none"
+    python = shlex.quote(cluster.slurm.python or ("python3" if contained else sys.executable))
+    options = [*_directives(recipe, cluster, run.path), f"--signal=B:USR2@{warning_s(run)}", *cluster.slurm.options]
+    directives = "".join(f"#SBATCH {line}\n" for line in options)
     lines = "".join(f"{line}\n" for line in cluster.slurm.setup)
     setup = f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n\n" if lines else ""
     return f"#!/bin/bash\n{directives}" + BODY.format(
         run=shlex.quote(str(run.path)),
-        python=shlex.quote(sys.executable),
+        python=shlex.quote(sys.executable if contained else cluster.slurm.python or sys.executable),
         environment="\n".join(f"export {k}={shlex.quote(v)}" for k, v in _environment(run).items()),
         setup=setup,
-        node_command=shlex.quote(NODE_COMMAND),
+        container=_container(run),
+        node_command=shlex.quote(("\n" + PYTHONPATH if contained else "") + NODE_COMMAND.format(python=python)),
     )
 
 
@@ -102,7 +149,38 @@ def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:
     lines += ["--exclusive", "--mem=0"] if cluster.nodes.gpus and share == 1 else []
     for option, value in (("partition", slurm.partition), ("time", slurm.time), ("account", slurm.account)):
         lines += [f"--{option}={value}"] if value else []
-    return lines + list(slurm.options)
+    return lines
+
+
+def warning_s(run: Run) -> int:
+    """Seconds before the time limit at which Slurm warns the job.
+
+    Twice a step, an evaluation and a save, as forecast; at least 120, and at most half of the limit.
+    """
+    cluster, manifest = run.cluster, Path(run.info["dataset"]) / "manifest.json"
+    needed = 0.0
+    with contextlib.suppress(InputError):  # a family of models that the forecast does not know
+        forecast = predict(run.recipe, cluster, read_json(manifest) if manifest.exists() else None)
+        save = forecast.storage.checkpoint_gb * 1e9 / disk_rate(cluster, cluster.paths.runs)
+        needed = 2 * ((forecast.time.step_range_s or (0, 0))[1] + (forecast.time.evaluation_s or 0) + save)
+    return math.ceil(min(max(120.0, needed), cluster.slurm.limit_s / 2))
+
+
+def _container(run: Run) -> str:
+    """What stands between srun and the node's command. What the ranks read and write has the same path inside."""
+    image, hf_home = run.cluster.slurm.container, run.cluster.paths.hf_home or os.environ.get("HF_HOME")
+    folders = [run.path.parent, REPOSITORY, Path(run.info["dataset"]), Path(hf_home or "~/.cache/huggingface")]
+    folders += [model] if (model := locate(run.recipe.model.name)).is_dir() else []
+    mounts = dict.fromkeys([str(p.expanduser().absolute()) for p in folders] + list(image.mounts))
+    pairs = [m if ":" in m else f"{m}:{m}" for m in mounts]
+    words = {
+        "none": [],
+        # What the image sets itself would win over the job, but for what is named.
+        "pyxis": [f"--container-image={image.image}", f"--container-mounts={','.join(pairs)}",
+                  f"--container-env={','.join(_environment(run))}"],
+        "apptainer": ["apptainer", "exec", "--nv", "--bind", ",".join(pairs), image.image],
+    }[image.kind]  # fmt: skip
+    return "".join(f"{shlex.quote(word)} " for word in words)
 
 
 def _environment(run: Run) -> dict[str, str]:
@@ -121,6 +199,8 @@ def _environment(run: Run) -> dict[str, str]:
         "WANDB_X_STATS_SAMPLING_INTERVAL": "2",
         "HF_HUB_OFFLINE": "1",  # what the job needs was found at launch; compute nodes may have no network
     }
+    if run.cluster.slurm.container.kind == "none" and not run.cluster.slurm.python:
+        values["KIT_SOFTWARE"] = json.dumps(rendezvous.software())  # what runs here: the nodes have to agree
     if run.cluster.paths.hf_home:
         values["HF_HOME"] = run.cluster.paths.hf_home
     if run.cluster.nodes.gpus == 0:

@@ -1,41 +1,41 @@
 """Slurm: submit, ask, wait, cancel. Where no sbatch answers, a local runner executes the very same script."""
 
+import os
 import re
-import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
-from kit import evidence, files, local, model, sbatch
+from kit import evidence, files, local, model, queue, sbatch, watcher
 from kit.cluster import Cluster
 from kit.data import prepare
 from kit.errors import InputError, KitError, SubmitError
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.timing import predict
-
-PROVISIONAL = ("PREEMPTED", "NODE_FAIL")  # with --requeue the same job may start again
-FIELDS = re.compile(r"(JobState|ExitCode|Reason|Restarts|StartTime|NodeList)=(\S*)")
+from kit.watcher import state as state
+from kit.watcher import task_states as task_states
 
 
 def available() -> bool:
-    """Whether a Slurm controller answers here."""
-    try:
-        return _command("sinfo", "-h", "-o", "%P", timeout=15).returncode == 0
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return False
+    """Whether this machine belongs to a Slurm cluster, even one whose controller does not answer just now."""
+    done = queue.command("sinfo", "-h", "-o", "%P", timeout=15)
+    return done.returncode in (0, 124) or "controller" in done.stderr or "timed out" in done.stderr
 
 
-def _command(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def launch(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared"), anyway: bool = False) -> Run:
+def launch(
+    recipe: Recipe,
+    cluster: Cluster,
+    prepared: Path = Path("prepared"),
+    anyway: bool = False,
+    after: Run | None = None,
+    when: str = "ok",
+) -> Run:
     """Prepare the data if need be, freeze everything into a new run folder, submit, and return at once.
 
-    Raises InputError for what cannot run, KitError for what the forecast says does not fit (unless `anyway`), and
-    SubmitError with Slurm's words where it refuses; the run folder then stays.
+    With `after` it starts when that run has ended, well ("ok") or in any way ("any"). Raises InputError for what cannot
+    run, KitError for what the forecast says does not fit (unless `anyway`), and SubmitError with Slurm's words where it
+    refuses; the run folder then stays.
     """
     check(recipe, cluster)
     if not anyway:
@@ -44,7 +44,24 @@ def launch(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared"), 
     run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
     files.write(run.path / "accelerate.yaml", sbatch.render_accelerate(recipe, cluster))
     files.write(run.path / "job.sbatch", sbatch.render_script(run))
-    submit(run)
+    submit(run, after=after, when=when)
+    return run
+
+
+def launch_script(
+    script: str, cluster: Cluster, name: str, count: int = 0, limit: int = 0, after: Run | None = None, when: str = "ok"
+) -> Run:
+    """Submit a user's own script, unchanged, as a run; with `count` as an array of tasks 0 to count - 1.
+
+    At most `limit` tasks run at once (0: all). Raises as `launch` does.
+    """
+    run = Run.create_for_script(script, cluster, name)
+    array = [f"--array=0-{count - 1}" + (f"%{limit}" if limit else "")] if count else []
+    directives = " ".join(re.findall(r"^#SBATCH(.*)", script, re.MULTILINE))
+    if not re.search(r"\s(-o|--out)", directives):
+        name = "%A_%a" if count or re.search(r"\s(-a|--array)", directives) else "%j"
+        array.append(f"--output={run.path}/logs/slurm-{name}.out")
+    submit(run, *array, after=after, when=when)
     return run
 
 
@@ -89,72 +106,110 @@ def check_fit(recipe: Recipe, cluster: Cluster) -> None:
         )
 
 
-def submit(run: Run) -> None:
+# What sbatch says, and what to change. Source: slurm_errno.c of Slurm 22.05.
+REFUSALS = {
+    "invalid partition": "Set slurm.partition to one of: {partitions}.",
+    "qos": "A limit of your account or QOS is reached: wait for jobs to end, ask for less, or for another QOS.",
+    "account": "Set slurm.account to one that `sacctmgr show associations user=$USER` lists.",
+    "configuration is not available": "No node has that many GPUs, CPUs or that memory: see `sinfo -o '%P %c %m %G'`.",
+    "node count": "Lower the number of nodes; `sinfo -o '%P %D'` lists what each partition has.",
+    "generic resource": "Set slurm.gres to what `sinfo -o '%P %G'` lists.",
+    "time limit": "Lower slurm.time; `sinfo -o '%P %l'` lists the limits.",
+    "timed out": "Slurm may have taken the job all the same: `kit state` finds it by its script when Slurm answers.",
+    "controller": "Nothing was submitted. Try again when `scontrol ping` says UP.",
+}
+
+# Source: the reasons in squeue(1).
+PENDING = {
+    "Priority": "jobs of higher priority go first",
+    "Resources": "it is next, and waits until enough nodes, CPUs or GPUs are free",
+    "Dependency": "the run that it follows has not ended",
+    "DependencyNeverSatisfied": "the run that it follows did not end well: cancel it",
+    "BeginTime": "its start time has not come; a requeued job waits two minutes",
+    "JobHeldUser": "it is held: `scontrol release` it",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobArrayTaskLimit": "as many tasks of the array run as it allows",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
+    "PartitionDown": "the partition is closed",
+    "PartitionTimeLimit": "it asks for more time than the partition gives: lower slurm.time and submit again",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives: lower parallel.nodes and submit again",
+    "QOS": "a limit of its QOS is reached",
+    "Assoc": "a limit of its account is reached",
+}
+
+
+def submit(run: Run, *options: str, after: Run | None = None, when: str = "ok") -> None:
     """sbatch, or the local runner; a run that was submitted before goes on where its last checkpoint is.
 
     Raises SubmitError with Slurm's own words, InputError while the run's last job has not ended.
     """
+    script = run.path / "job.sbatch"
+    own = not (run.path / "recipe.toml").exists()
+    options += tuple(_dependency(after, when))
     if run.job_id:
         if not (now := state(run)).ended:
             raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
         evidence.archive(run)
+        if run.info.get("script", str(script)) != str(script) and not own:
+            files.write(script, sbatch.render_script(run))  # the folder was moved, and the script holds its path
     if not available():
         return local.start(run)
-    done = _command("sbatch", "--parsable", str(run.path / "job.sbatch"))
-    if done.returncode != 0:
-        raise SubmitError(f"sbatch refused {run.path / 'job.sbatch'}: {done.stderr.strip()}")
-    run.note(job_id=done.stdout.strip().split(";")[0])
-    evidence.witness(run, "submit")
-    return None
-
-
-def state(run: Run) -> evidence.State:
-    """What is known of the run now: asks Slurm or the local runner, then judges every record."""
-    ask([run])
-    log = run.log.read_text(errors="replace") if run.job_id and run.log.exists() else ""
-    return evidence.resolve(run.path.name, run.job_id, evidence.records(run), log, time.time())
-
-
-def ask(runs: Iterable[Run]) -> None:
-    """Write into each run's ledger what Slurm, or the local runner, says of it now; only news are written."""
-    for run in runs:
-        job = run.job_id
-        known = [r for r in evidence.records(run) if r["source"] == "slurm"]
-        last = known[-1] if known else {}
-        ended = last.get("state") in evidence.ENDED
-        if job is None or (ended and last["state"] not in PROVISIONAL):
-            continue
-        facts = local.status(run) if job.startswith("local-") else _slurm_status(job)
-        if not (ended and facts.get("gone")) and any(last.get(k) != v for k, v in facts.items()):
-            evidence.witness(run, "slurm", **facts)
-
-
-def _slurm_status(job: str) -> dict[str, Any]:
-    """State, exit code and reason from Slurm's memory, which lasts MinJobAge after the end; {"gone": True} after."""
+    environment = dict(os.environ)
     try:
-        done = _command("scontrol", "show", "job", "-o", job)
-    except FileNotFoundError:
-        return {"gone": True, "note": "no scontrol here"}
+        if own:  # the kit's own script leaves its evidence itself
+            files.write(run.path / "state" / "witness.sh", evidence.WITNESS)
+            environment |= {"BASH_ENV": str(run.path / "state" / "witness.sh"), "KIT_RUN": str(run.path)}
+        run.note(job_id=None, script=str(script), submitted=time.time())
+        watcher.enlist(run)  # first: where this kernel dies now, the watcher finds the job by its script
+    except OSError as error:
+        raise InputError(f"Nothing was submitted: {error.strerror} ({error.filename or run.path}).") from None
+    done = queue.command("sbatch", "--parsable", *options, str(script), env=environment)
     if done.returncode != 0:
-        words = done.stderr.strip()
-        return {"gone": True} if "Invalid job id" in words else {"note": f"scontrol: {words}"}
-    found = dict(FIELDS.findall(done.stdout))
-    code, _, signal = found.get("ExitCode", "0:0").partition(":")
-    facts: dict[str, Any] = {"state": found["JobState"], "reason": found.get("Reason", "").replace("None", "")}
-    if found["JobState"] in evidence.ENDED:
-        facts |= {"exit_code": int(code), "signal": "" if signal == "0" else signal}
-    return facts
+        if "timed out" not in done.stderr:
+            run.note(submitted=None)
+        raise SubmitError(f"sbatch did not take {script}: {done.stderr.strip()}. {advice(done.stderr)}".strip())
+    job = done.stdout.strip().split(";")[0]
+    try:
+        return watcher.note_job(run, job)
+    except OSError as error:
+        raise KitError(
+            f"Job {job} was submitted, but {run.path} cannot be written: {error.strerror}. Free space there; then "
+            f"`kit state {run.path.name}` finds the job by its script."
+        ) from None
 
 
-def wait(run: Run, timeout: float | None = None, every: float = 1.0) -> evidence.State:
-    """Block until the run ends. Ctrl-C ends a local run, which then is CANCELLED, and leaves a Slurm job alone."""
+def advice(words: str) -> str:
+    """What to change where sbatch says this; empty for what nobody foresaw."""
+    text = next((text for key, text in REFUSALS.items() if key in words.lower()), "")
+    partitions = queue.command("sinfo", "-h", "-o", "%P").stdout.split() if "{" in text else []
+    return text.format(partitions=", ".join(partitions))
+
+
+def _dependency(after: Run | None, when: str) -> list[str]:
+    """sbatch's options for a run that follows another. Raises InputError where it would never start."""
+    if when not in ("ok", "any"):
+        raise InputError(f'when is {when!r}; it is "ok" or "any".')
+    if after is None or (before := state(after)).state == "COMPLETED" or (before.ended and when == "any"):
+        return []  # asking Slurm is no use: it takes a job that it has forgotten for one that ended well
+    if before.ended or before.job_id is None:
+        raise InputError(f'{before.run} is {before.state}, so what follows it would never start; say when="any".')
+    if before.job_id.startswith("local-"):
+        raise InputError(f"{before.run} runs here, without a queue; wait for its end.")
+    return [f"--dependency=after{when}:{before.job_id}", "--kill-on-invalid-dep=yes"]
+
+
+def wait(run: Run, timeout: float | None = None, every: float = 0.5) -> evidence.State:
+    """Block until the run ends. Ctrl-C ends a local run, which then is CANCELLED, and leaves a Slurm job alone.
+
+    Raises KitError after `timeout` seconds. Looks at the run's files; Slurm is asked as `queue.look` allows.
+    """
     deadline = time.monotonic() + timeout if timeout else None
     try:
         while not (now := state(run)).ended:
             if deadline and time.monotonic() > deadline:
                 raise KitError(f"{run.path.name} is still {now.state} after {timeout:.0f} s; it goes on.")
             time.sleep(every)
-            every = min(every * 1.2, 15.0)  # well inside MinJobAge (300 s by default), kind to the controller
+            every = min(every * 1.2, 5.0)
     except KeyboardInterrupt:
         if str(run.job_id).startswith("local-"):
             cancel(run)
@@ -162,22 +217,52 @@ def wait(run: Run, timeout: float | None = None, every: float = 1.0) -> evidence
     return now
 
 
-def cancel(run: Run) -> None:
-    """End the run: scancel, or the local runner's processes. Raises KitError where Slurm refuses."""
-    evidence.witness(run, "cancel")
-    job = run.job_id or ""
-    if job.startswith("local-"):
+def cancel(run: Run, task: int | None = None) -> None:
+    """End the run, or one task of an array: scancel, or the local runner. Raises KitError where Slurm refuses."""
+    _told(run, "cancel", task, "scancel")
+
+
+def requeue(run: Run, task: int | None = None) -> None:
+    """Start the run's job again under the same id, from its last checkpoint. Raises KitError where Slurm refuses.
+
+    Slurm can as long as it remembers the job; later, `submit` does.
+    """
+    _told(run, "requeue", task, "scontrol", "requeue")
+
+
+def _told(run: Run, what: str, task: int | None, *command: str) -> None:
+    key, facts = (run.job_id or "", {}) if task is None else (f"{run.job_id}_{task}", {"task": task})
+    if key.startswith("local-") and what == "cancel":
+        evidence.witness(run, what)
         return local.stop(run)
-    done = _command("scancel", job)
+    done = queue.command(*command, key)
     if done.returncode != 0:
-        raise KitError(f"scancel {job}: {done.stderr.strip()}")
+        raise KitError(f"{' '.join(command)} {key}: {done.stderr.strip() or 'failed'}")
+    evidence.witness(run, what, **facts)
     return None
 
 
 def why_pending(run: Run) -> str:
-    """Slurm's reason and its estimate of the start, for a job that waits."""
-    done = _command("squeue", "-h", "-j", str(run.job_id), "-o", "%T|%r|%S")
-    if done.returncode != 0 or not done.stdout.strip():
-        return "the job is not in the queue"
-    status, reason, start = done.stdout.strip().split("|")
-    return f"{status.lower()}, reason {reason}, estimated start {start}"
+    """Slurm's reason in words, and its estimate of the start, for a job that waits."""
+    rows = queue.look().rows
+    row = next((r for k, r in rows.items() if k.partition("_")[0] == run.job_id and r["State"] == "PENDING"), None)
+    if not row:
+        return "the job does not wait in the queue"
+    words = next((text for key, text in PENDING.items() if key in row["Reason"]), "see `man squeue`")
+    start = "not known yet" if row["StartTime"] == "N/A" else row["StartTime"]
+    return f"pending, reason {row['Reason']}: {words}; estimated start {start}"
+
+
+def follow(run: Run, ranks: Collection[int] | None = None) -> Iterator[str]:
+    """New lines of the job's log and of every rank's, or of these ranks', each with its file's name, until the end."""
+    places: dict[Path, int] = {}
+    ended = False
+    while not ended:
+        ended = state(run).ended
+        for path in run.logs(ranks):
+            with path.open("rb") as stream:
+                place = stream.seek(places.get(path, max(0, path.stat().st_size - 2**16)))  # of the past, 64 KiB
+                whole, newline, _ = stream.read().rpartition(b"\n")
+            places[path] = place + len(whole + newline)
+            yield from (f"[{path.stem}] {line}" for line in whole.decode(errors="replace").splitlines())
+        time.sleep(0 if ended else 1)

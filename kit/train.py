@@ -3,23 +3,27 @@
 import dataclasses
 import math
 import os
+import shutil
+import signal
 import socket
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import broadcast_object_list, reduce
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+import wandb
 from kit import checkpoint, files, model
 from kit.data import Dataset
 from kit.encode import IGNORE
@@ -76,7 +80,9 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """One micro-batch; its tokens are counted on the device, without waiting for it."""
-        self.tokens = getattr(self, "tokens", 0) + count_tokens(inputs["position_ids"])
+        if not hasattr(self, "tokens"):
+            self.tokens, self.tokens_before = torch.tensor(0), self.state.num_input_tokens_seen
+        self.tokens = self.tokens.to(inputs["position_ids"].device) + count_tokens(inputs["position_ids"])
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -84,7 +90,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         now, step = time.monotonic(), self.state.global_step
         before, at_step, tokens_then = getattr(self, "last_log", (now, step, 0))
         if "loss" in logs:
-            total = int(self.accelerator.reduce(self.tokens).item())
+            total = self.tokens_before + int(self.accelerator.reduce(self.tokens).item())
+            self.state.num_input_tokens_seen = total  # goes into the checkpoint, so that a resumed run counts on
             self._metrics["train"]["num_tokens"] = [total]
             if step > at_step:
                 seconds = now - before
@@ -99,23 +106,34 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
     """Tells how far the run is, and looks at every checkpoint before the run goes on."""
 
     def __init__(self, run: Run, console: TextIO) -> None:
-        self.run, self.console, self.evals = run, console, []  # type: ignore[var-annotated]
+        self.run, self.console, self.terminated = run, console, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first moment at which the pace can be measured; memory counts from here, not from loading."""
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         self.began, self.first_step = time.monotonic(), state.global_step
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))  # until here it ends the rank
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Once any rank is told to stop, all save after this very step and stop.
+
+        The job's script tells rank 0, which runs beside it, by the file state/stop; Slurm preempts with a SIGTERM to
+        every process of a step. A save also logs, so that a resumed run averages its losses over the same steps.
+        """
+        told = self.terminated or (RANK == 0 and (self.run.path / "state" / "stop").exists())
+        if reduce(torch.tensor(float(told), device=args.device)).item():
+            control.should_save = control.should_training_stop = True
+        control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """A line in the job's log and state/progress.json, from rank 0."""
         if "eval_loss" in logs:
-            self.evals.append((state.global_step, logs["eval_loss"]))
-            self._say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
+            self.say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
         elif "loss" in logs:
             pace = (time.monotonic() - self.began) / max(1, state.global_step - self.first_step)
             left = pace * (state.max_steps - state.global_step)
-            self._say(
+            self.say(
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {pace:.2f} s/step  "
                 f"{_duration(left)} left"
             )
@@ -138,9 +156,10 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
         if RANK == 0:
             path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             finish_checkpoint(path, model)
-            self._say(f"step {state.global_step}/{state.max_steps}  saved {path.name}")
+            self.say(f"step {state.global_step}/{state.max_steps}  saved {path.name}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A line in the job's log, from rank 0."""
         if RANK == 0:
             print(text, file=self.console, flush=True)
 
@@ -196,6 +215,35 @@ def load_base(recipe: Recipe) -> Any:
     return model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
 
 
+def check_isolation(recipe: Recipe) -> float:
+    """How much of one packed document leaks into the next, as a share; raises KitError where it is more than rounding.
+
+    Measured on one layer of each kind of the model, with random weights and the recipe's attention: whether documents
+    are kept apart is a matter of code, not of weights. 1 is what plain causal attention over both lets through; 1e-4
+    is allowed in fp32, 0.05 in 16 bits, whose unit roundoff is 2^-8.
+    """
+    config = AutoConfig.from_pretrained(model.source(recipe.model.name)).get_text_config()
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    small = {"num_hidden_layers": len(kinds) or 1, "vocab_size": 256, "intermediate_size": 256, "pad_token_id": None}
+    config.update(small | ({"layer_types": kinds} if kinds else {}))
+    dtype, n = getattr(torch, recipe.model.dtype) if ON_GPU else torch.float32, 48
+    first, second = torch.randint(256, (2, n), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [(first + second, [n, n]), (first + second, [2 * n]), (second, [n])]
+    batch = collate([{"input_ids": ids, "labels": ids, "seq_lengths": lengths} for ids, lengths in rows])
+    with torch.random.fork_rng(), torch.device("cuda" if ON_GPU else "cpu") as device, torch.no_grad():
+        torch.manual_seed(0)
+        probe = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=recipe.model.attention).eval()
+        given = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
+        packed, causal, alone = probe(**given, use_cache=False).logits.float()
+    leak = (packed[n : 2 * n] - alone[:n]).abs().max() / (causal[n : 2 * n] - alone[:n]).abs().max()
+    if not leak < (1e-4 if dtype == torch.float32 else 0.05):
+        raise KitError(
+            f"With model.attention {recipe.model.attention}, packed documents of {recipe.model.name} see each other: "
+            f"{leak:.0%} of what causal attention lets through. Set model.attention to sdpa, or data.packing to false."
+        )
+    return float(leak)
+
+
 def build_trainer(
     recipe: Recipe, arguments: SFTConfig, rows: Any, eval_rows: Any, tokenizer: Any, base: Any
 ) -> Trainer:
@@ -216,8 +264,15 @@ def build_trainer(
     return trainer
 
 
-def train(run: Run, console: TextIO) -> None:
-    """From the newest complete checkpoint, or the start, to the last step; leaves state/result.json."""
+def train(run: Run, watcher: Watcher) -> None:
+    """From the newest complete checkpoint, or the start, to the last step, and leaves state/result.json.
+
+    Told to stop before, it leaves state/saved, which names the checkpoint to go on from.
+    """
+    if RANK == 0 and run.recipe.data.packing:
+        watcher.say(
+            f"packed documents see each other: {check_isolation(run.recipe):.0e} ({run.recipe.model.attention})"
+        )
     dataset = Dataset(Path(run.info["dataset"]))
     splits, recipe = dataset.manifest["splits"], run.recipe
     trainer = build_trainer(
@@ -228,28 +283,49 @@ def train(run: Run, console: TextIO) -> None:
         AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
         load_base(recipe),
     )
-    watcher = Watcher(run, console)
     trainer.add_callback(watcher)
-    done = [c for c in run.checkpoints() if checkpoint.complete(c)]
-    if RANK == 0 and done:
-        print(f"resuming from {done[-1].name}", file=console, flush=True)
-    evaluates = trainer.eval_dataset is not None
-    if evaluates and not done:
-        trainer.args.eval_on_start = True
-    trainer.train(resume_from_checkpoint=str(done[-1]) if done else None)
-    if evaluates and (not watcher.evals or watcher.evals[-1][0] < trainer.state.global_step):
+    last = resume_point(run, watcher.say)
+    trainer.args.eval_on_start = trainer.eval_dataset is not None and last is None
+    trainer.train(resume_from_checkpoint=last)
+    if (step := trainer.state.global_step) < trainer.state.max_steps:
+        if RANK == 0:
+            files.write(run.path / "state" / "saved", f"checkpoint-{step}\n")
+        return
+    if trainer.eval_dataset is not None and step not in _evaluations(trainer):
         trainer.evaluate()
     if RANK == 0:
-        files.write_json(run.path / "state" / "result.json", _result(trainer, watcher, bool(done)))
+        files.write_json(run.path / "state" / "result.json", _result(trainer, last is not None))
 
 
-def _result(trainer: Trainer, watcher: Watcher, resumed: bool) -> dict[str, Any]:
-    history = [h for h in trainer.state.log_history if "loss" in h]
+def resume_point(run: Run, say: Callable[[str], None]) -> str | None:
+    """The newest complete checkpoint, which rank 0 picks for all; half-written ones after it are put aside."""
+    found: list[str | None] = [None]
+    if RANK == 0:
+        for path in reversed(run.checkpoints()):
+            states = list(path.glob("rng_state*.pth"))  # each rank writes its own, and none waits for the others
+            if checkpoint.complete(path) and len(states) == run.recipe.world_size:
+                found = [str(path)]
+                say(f"resuming from {path.name}")
+                break
+            aside = path.with_name(path.name.replace("checkpoint", "incomplete"))
+            say(f"{path.name} is not complete: put aside as {aside.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    broadcast_object_list(found)
+    return found[0]
+
+
+def _evaluations(trainer: Trainer) -> dict[int, float]:
+    """Eval loss by step, those before a resume too."""
+    return {h["step"]: h["eval_loss"] for h in trainer.state.log_history if "eval_loss" in h}
+
+
+def _result(trainer: Trainer, resumed: bool) -> dict[str, Any]:
+    history, evals = [h for h in trainer.state.log_history if "loss" in h], _evaluations(trainer)
     paces = [h["step_s"] for h in history if "step_s" in h]
     return {
         "steps": trainer.state.global_step, "loss": history[-1]["loss"] if history else None, "resumed": resumed,
-        "eval_loss_before": watcher.evals[0][1] if watcher.evals and not resumed else None,
-        "eval_loss_after": watcher.evals[-1][1] if watcher.evals else None,
+        "eval_loss_before": evals.get(0), "eval_loss_after": evals.get(trainer.state.global_step),
         "step_s": statistics.median(paces) if paces else None,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None,
     }  # fmt: skip
@@ -274,15 +350,19 @@ def main() -> int:
     """Exit code 0, or the error's own; what went wrong stands in the job's log and in the rank's."""
     run = Run.attach(sys.argv[1])
     console = own_log(run)
+    watcher = Watcher(run, console)
     if not ON_GPU:
         enable_cpu_fsdp()
     try:
-        train(run, console)
+        train(run, watcher)
         wandb.teardown()  # finish() may return before the log is on disk
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except Exception as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         traceback.print_exc()
+        if watcher.terminated:  # the launcher ends all ranks when one has died: this one's error only follows from that
+            os.kill(os.getpid(), signal.SIGTERM)
         where = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         first = str(error).strip().split("\n")[0]
         print(f"[rank {RANK} on {where}] {type(error).__name__}: {first} (logs/rank-{RANK:03}.log)", file=console)

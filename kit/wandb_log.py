@@ -3,105 +3,124 @@
 The format is that of wandb's core/internal/transactionlog and core/pkg/leveldb/record.go: seven bytes of file header,
 then LevelDB's log framing in blocks of 32 KiB counted from byte 0. A chunk is crc32 (over type and payload) u32, length
 u16, type u8, payload; less than seven bytes at a block's end are padding. One or more chunks make a record, a protobuf
-`wandb_internal.Record` (wandb/proto/wandb_internal.proto), of which only what is plotted is decoded.
+`wandb_internal.Record` (wandb/proto/wandb_internal.proto), of which only what is shown is decoded.
 """
 
+import glob
 import json
 import os
 import re
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kit.errors import KitError
 
 BLOCK = 32768
-READ = 128 * BLOCK  # bytes per poll: a tenth of a second of work, so that a long log is drawn while it is still read
-MAGIC = b":W&B\xe1\xbe\x00"  # the last byte is the version
+READ = 32 * BLOCK  # bytes a poll: some 20 ms of work, so that whoever polls can do other things in between
+MAGIC, VERSION = b":W&B\xe1\xbe", 0
 HEADER = struct.Struct("<IHB")
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 _CHUNK_KIND = re.compile(rb"[\x01-\x04]")
 HOLE = bytes(64)  # NFS shows pages that have not arrived as zeros; records are text and never hold that many
-
-
-class NotAWandbFile(KitError):  # noqa: N818 - it reads as what it says
-    """The file does not start like a transaction log, or is of a version that this reader does not know."""
+_SEGMENT = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
 
 
 class Record(NamedTuple):
-    """One record: its number in the file, its kind (history, stats, run or exit) and what it says."""
+    """What a record says, by its kind: summary, config, stats, metric, run or exit.
 
-    number: int
+    "history" is many: logged rows of the same names, in order, as each name's values in JSON texts.
+    """
+
     kind: str
     values: dict[str, Any]
 
 
-def find_logs(folder: Path) -> list[Path]:
-    """Logs in the folder, its wandb/ or its wandb/wandb/, oldest first: the folders of runs are named by start time."""
-    places = [folder, folder / "wandb", folder / "wandb" / "wandb"]
-    found = [log for place in places for one in (place, *place.glob("*run-*")) for log in one.glob("run-*.wandb")]
+def find_logs(place: Path) -> list[Path]:
+    """Logs in a folder, its wandb/ or its wandb/wandb/, oldest first: the folders of runs are named by start time.
+
+    A log itself, or the folder of one segment of a run, stands for all segments of that run.
+    """
+    log = place if place.is_file() else next(place.glob("run-*.wandb"), None) if _SEGMENT.match(place.name) else None
+    name = glob.escape(log.name) if log else "run-*.wandb"
+    folder = log.parent.parent if log and _SEGMENT.match(log.parent.name) else log.parent if log else place
+    places = (folder, folder / "wandb", folder / "wandb" / "wandb")
+    found = {log for one in places for run in (one, *one.glob("*run-*")) for log in run.glob(name)}
     return sorted(found, key=lambda log: (log.parent.name.rpartition("run-")[2], log))
 
 
 class Tail:
     """Reads what was appended since the last poll. Counts `records` seen and `damaged` ones.
 
-    A chunk cut off by the end of the file is waited for. A damaged one is passed over as soon as a whole chunk is found
-    behind it; if zeros lie between, they may be pages on their way, so that takes `patience` seconds.
+    It starts at the first block that begins at the byte `start` or behind it. A chunk cut off by the end of the file is
+    waited for. A damaged one is passed over as soon as a whole chunk is found behind it; if zeros lie between, they may
+    be pages on their way, so that takes `patience` seconds.
     """
 
-    def __init__(self, path: str | Path, patience: float = 30.0) -> None:
+    def __init__(self, path: str | Path, start: int = 0, patience: float = 30.0) -> None:
         self.path = Path(path)
         self.records = 0
         self.damaged = 0
+        self.left = self.path.stat().st_size if self.path.exists() else 0  # bytes not read, at the last look
         self.patience = patience
-        self._offset = 0
+        self._offset = -(-max(0, start) // BLOCK) * BLOCK
         self._parts: list[bytes] = []
         self._hole = (-1, 0.0)  # where zeros are waited for, and since when
 
     def poll(self) -> list[Record]:
-        """The next records, of at most READ bytes; none when nothing new is whole. Raises NotAWandbFile."""
+        """What the next READ bytes hold; nothing when nothing new is whole. Raises KitError if it is no log, OSError.
+
+        wandb writes summaries with every row; what they come to is one record at the end.
+        """
         base, data, age = self._read()
         if len(data) < 7:
             return []
         if self._offset == 0:
-            if data[:7] != MAGIC:
-                raise NotAWandbFile(f"{self.path} starts with {data[:7]!r}, not as a W&B log of version 0 does.")
-            self._offset = 7
-        found: list[Record] = []
-        at = self._offset - base
+            self._offset = self._begin(data)
+        at, records = self._offset - base, []
         while True:
-            if BLOCK - at % BLOCK < 7:
-                at += BLOCK - at % BLOCK
-            end = _chunk_end(data, at)
-            if end > len(data):
+            if at % BLOCK > BLOCK - 7:
+                at += -at % BLOCK  # padding
+            if at + 7 > len(data):
                 break
-            if end:
-                self._take(data[at + 6], data[at + 7 : end], found)
-            elif end := self._next_chunk(data, at, base, age):
+            end = _chunk_end(data, at)
+            if not 0 < end <= len(data):
+                if not (end := self._next_chunk(data, at, base, age)):
+                    break
                 self.damaged += 1
                 self._parts = []
+            elif data[at + 6] == FULL:
+                self._parts = []
+                records.append(data[at + 7 : end])
             else:
-                break
+                records += self._join(data[at + 6], data[at + 7 : end])
             at = end
+        self.left -= base + at - self._offset
         self._offset = base + at
-        return found
+        return self._decode(records)
 
     def _read(self) -> tuple[int, bytes, float]:
         """(offset of the first byte, which starts a block; the bytes; seconds since the file was written)."""
         try:
             with self.path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
-                if status.st_size <= self._offset:
-                    return 0, b"", 0.0
+                self.left = max(0, status.st_size - self._offset)
                 base = self._offset - self._offset % BLOCK
                 stream.seek(base)
-                return base, stream.read(READ), time.time() - status.st_mtime
+                return base, stream.read(READ) if self.left else b"", time.time() - status.st_mtime
         except FileNotFoundError:
             return 0, b"", 0.0
+
+    def _begin(self, data: bytes) -> int:
+        if not data.startswith(MAGIC):
+            raise KitError(f"{self.path} starts with {data[:7]!r}, not as a W&B log does.")
+        if data[6] != VERSION:
+            raise KitError(f"{self.path} is a W&B log of version {data[6]}; only version {VERSION} is known here.")
+        return 7
 
     def _next_chunk(self, data: bytes, at: int, base: int, age: float) -> int:
         """Where the first whole chunk behind the damage at `at` starts; 0 to wait for more."""
@@ -115,20 +134,54 @@ class Tail:
                 return 0
         return found
 
-    def _take(self, kind: int, payload: bytes, found: list[Record]) -> None:
-        """Add a chunk to its record, and the record to `found` once it is whole."""
-        if kind in (FULL, FIRST):
+    def _join(self, kind: int, payload: bytes) -> list[bytes]:
+        """The record of several chunks, if this one completes it."""
+        if kind == FIRST:
             self._parts = []
         elif not self._parts:
-            return  # its beginning was lost with a damaged chunk
+            return []  # its beginning was lost with a damaged chunk
         self._parts.append(payload)
-        if kind in (FULL, LAST):
-            payload, self._parts = b"".join(self._parts), []
-            self.records += 1
+        if kind != LAST:
+            return []
+        record, self._parts = b"".join(self._parts), []
+        return [record]
+
+    def _decode(self, records: list[bytes]) -> list[Record]:
+        """Rows of the same names together, and the summary that all of these records make."""
+        self.records += len(records)
+        found: list[Record] = []
+        columns: dict[str, list[bytes]] = {}
+        summary: dict[str, bytes] = {}
+        last = coming = b""  # a summary comes before the row that it mirrors; of rows of the same names the last counts
+        for record in records:
             try:
-                found.extend(decode(payload))
-            except (ValueError, LookupError):
+                head = _ROW.match(record)
+                if head is None:
+                    for other in decode(record):
+                        if other.kind == "summary":
+                            summary |= _summary(last) | other.values
+                            last = b""
+                        else:
+                            found.append(other)
+                            columns = {}
+                elif head[1] == b"\x12":
+                    row = _items(record, head)
+                    if row.keys() == columns.keys():
+                        for name, text in row.items():
+                            columns[name].append(text)
+                    else:
+                        columns = {name: [text] for name, text in row.items()}
+                        found.append(Record("history", columns))
+                        summary |= _summary(last)
+                    last = coming
+                elif b"_step\x82\x01" in record:
+                    coming = record
+                elif b"\x06_wandb" not in record:  # the seconds since the start, with every row
+                    summary |= _summary(record)
+            except (ValueError, LookupError, TypeError, AttributeError):
                 self.damaged += 1
+        summary |= _summary(last) | _summary(coming)
+        return [*found, Record("summary", _values(summary.items()))] if summary else found
 
 
 def _chunk_end(data: bytes, at: int) -> int:
@@ -141,7 +194,7 @@ def _chunk_end(data: bytes, at: int) -> int:
     return end if fits and (end > len(data) or zlib.crc32(data[at + 6 : end]) == crc) else 0
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """(field number, value) of a protobuf message: an int, or the bytes of any other wire type."""
     at = 0
     while at < len(message):
@@ -163,67 +216,74 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     return value | byte << shift, at + 1
 
 
-def decode(record: bytes) -> Iterator[Record]:
-    """The record, if it is of a kind that is read here; most are not, so its first bytes are looked at first."""
-    number = 0
-    for field, value in fields(record) if _WANTED.match(record) else ():
-        if field == 1:
-            number = value
-        elif field in _KINDS:
-            kind, read = _KINDS[field]
-            yield Record(number, kind, read(value))
+# A row or its summary, nearly all of a log: Record.num, then field 2 or 3 and its size. (Others may begin with more.)
+_ROW = re.compile(rb"\x08[\x80-\xff]*[\x00-\x7f]([\x12\x1a])[\x80-\xff]*[\x00-\x7f]")
+# An item: a key, field 1, or the parts of a nested one, fields 2, and its JSON text, field 16, whose tag ends the key.
+# No JSON holds control characters, so there are as many items as tags, unless sizes take three bytes or look like one.
+_SIZE = rb"[\x80-\xff]?[\x00-\x7f]"
+_ITEM = re.compile(rb"\x0a%b([\x0a\x12][^\x82]+)\x82\x01%b([^\x00-\x1f]*)" % (_SIZE, _SIZE))
 
 
-# An item as wandb writes it in rows: under 128 bytes, a key (field 1, or 2 if it may be nested) and its JSON text,
-# field 16. Neither holds control characters, so matches that touch each other from the first byte on are the items.
-_ITEM = re.compile(rb"\x0a[\x00-\x7f][\x0a\x12][\x00-\x7f]([^\x00-\x1f]*?)\x82\x01[\x00-\x7f]([^\x00-\x1f]*)")
+def _items(record: bytes, head: "re.Match[bytes]") -> dict[str, bytes]:
+    """Names and JSON texts of the row behind that head; wandb shuffles them. Nearly all rows go the fast way."""
+    found = _ITEM.findall(record, head.end())
+    if len(found) == record.count(b"\x82\x01", head.end()):
+        return {_name(key): text for key, text in found}
+    size, start = _varint(record, head.end(1))
+    return dict(_pairs(record[start : start + size], 1))
 
 
-def _history(message: bytes) -> dict[str, Any]:
-    """A row. Rows of short items, nearly all, take the fast way: one split and one JSON array."""
-    parts = _ITEM.split(message)  # between, key, value, between, key, value, ..., the step
-    if not any(parts[:-1:3]) and not parts[-1].startswith(b"\x0a"):
-        try:
-            values = json.loads(b"[" + b",".join(parts[2::3]) + b"]")
-            return dict(zip(map(bytes.decode, parts[1::3]), values, strict=True))
-        except ValueError:
-            pass
-    return _items(message, 1)
+def _summary(record: bytes) -> dict[str, bytes]:
+    return _items(record, head) if (head := _ROW.match(record)) else {}
 
 
-def _items(message: bytes, number: int) -> dict[str, Any]:
-    """Items of a history or stats record; the parts of a nested key are joined by dots, as the W&B app shows them."""
-    row = {}
-    for item in (item for field, item in fields(message) if field == number):
-        parts = list(fields(item))
-        key = b".".join(part for field, part in parts if field in (1, 2)).decode(errors="replace")
-        row[key] = json.loads(dict(parts).get(16, b"null"))
-    return row
+@lru_cache(4096)
+def _name(item: bytes) -> str:
+    """The parts of a nested key are joined by dots, as the W&B app shows them."""
+    return b".".join(part for field, part in _fields(item) if field in (1, 2)).decode(errors="replace")
 
 
-def _stats(message: bytes) -> dict[str, Any]:
-    return {"_timestamp": _time(dict(fields(message))[2])} | _items(message, 3)
+def _pairs(message: bytes, number: int) -> Iterator[tuple[str, bytes]]:
+    """(name, JSON text) of the items in the field of that number."""
+    for item in (item for field, item in _fields(message) if field == number):
+        yield _name.__wrapped__(item), dict(_fields(item)).get(16, b"null")
+
+
+def _values(pairs: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
+    return {name: json.loads(text) for name, text in pairs}
 
 
 def _time(message: bytes) -> float:
-    """Unix time of a google.protobuf.Timestamp."""
-    parts = dict(fields(message))
+    """Unix time of field 2, a google.protobuf.Timestamp."""
+    parts = dict(_fields(dict(_fields(message))[2]))
     return float(parts.get(1, 0) + parts.get(2, 0) * 1e-9)
 
 
-def _run(message: bytes) -> dict[str, Any]:
-    names = {1: "run_id", 2: "entity", 3: "project", 8: "name", 13: "host"}
-    facts = dict(fields(message))
-    known = {name: facts[field].decode(errors="replace") for field, name in names.items() if field in facts}
-    return known | {"start_time": _time(facts[17])}
+def _texts(message: bytes, names: dict[int, str]) -> dict[str, Any]:
+    return {names[field]: text.decode(errors="replace") for field, text in _fields(message) if field in names}
+
+
+def _config(message: bytes) -> dict[str, Any]:
+    return {"config": _values(_pairs(dict(_fields(message)).get(4, b""), 1))}
 
 
 def _exit(message: bytes) -> dict[str, Any]:
-    code: int = dict(fields(message)).get(1, 0)
+    code: int = dict(_fields(message)).get(1, 0)
     return {"exit_code": code - (1 << 64) if code >> 63 else code}
 
 
-_KINDS: dict[int, tuple[str, Callable[[bytes], dict[str, Any]]]]
-_KINDS = {2: ("history", _history), 7: ("stats", _stats), 17: ("run", _run), 18: ("exit", _exit)}
-# Record.num, then the tag of field 2, 7, 17 or 18, or of 16, control, which may come before the last two.
-_WANTED = re.compile(rb"\x08[\x80-\xff]*[\x00-\x7f](?:\x12|\x3a|[\x82\x8a\x92]\x01)")
+_KINDS: dict[int, tuple[str, Callable[[bytes], dict[str, Any]]]] = {
+    2: ("history", lambda message: {name: [text] for name, text in _pairs(message, 1)}),
+    3: ("summary", lambda message: dict(_pairs(message, 1))),
+    5: ("config", lambda message: _values(_pairs(message, 1))),
+    7: ("stats", lambda message: {"_timestamp": _time(message)} | _values(_pairs(message, 3))),
+    12: ("metric", lambda message: _texts(message, {2: "glob", 4: "step"})),
+    17: ("run", lambda message: _texts(message, {1: "id", 2: "entity", 3: "project", 13: "host"}) | _config(message)),
+    18: ("exit", _exit),
+}
+
+
+def decode(record: bytes) -> list[Record]:
+    """The record, if it is of a kind that is read here; a summary still as JSON texts."""
+    known = [(*_KINDS[field], message) for field, message in _fields(record) if field in _KINDS]
+    return [Record(kind, read(message)) for kind, read, message in known]

@@ -5,14 +5,15 @@ import json
 import math
 import os
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kit import files
-from kit.errors import InputError
+from kit.errors import InputError, KitError
 
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
 _LETTERS = {"F": "float", "I": "int", "U": "uint"}
@@ -50,13 +51,32 @@ class Weights:
         return sum(entry.bytes for entry in self.tensors.values())
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A stored part of a tensor: where it sits in the tensor, and its bytes in a file, raw or as a torch.save blob."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+    length: int
+    packed: bool = False
+
+
 def weights(path: Path) -> Weights:
     """What a Trainer's checkpoint, a model, adapter or DCP folder, or one file holds. Raises InputError for none."""
     found = [path] if path.is_file() else next((sorted(path.glob(p)) for p in _LAYOUTS if any(path.glob(p))), [])
     reader = _READERS.get(found[0].suffix or found[0].name) if found else None
     if not reader:
         raise InputError(f"{path} holds no weights that kit knows; it looked for {', '.join(_LAYOUTS)}.")
-    return reader(found)
+    held, totals = reader(found), {m[1] for p in found if path.is_dir() and (m := re.search(r"-of-(\d+)\.", p.name))}
+    if totals and (len(totals) > 1 or len(found) < int(max(totals))):
+        names = ", ".join(p.name for p in found[:3])
+        return replace(
+            held, faults=(*held.faults, f"{path} holds {len(found)} shards, not those of one save: {names}.")
+        )
+    return held
 
 
 def sharded(found: list[Path]) -> Weights:
@@ -68,13 +88,28 @@ def sharded(found: list[Path]) -> Weights:
     except InputError as error:
         return Weights("dcp", shards, {}, (str(error),))
     need = defaultdict(lambda: 1, {p.name: 1 for p in shards})  # no shard may be empty
-    for item in metadata.storage_data.values():
+    blobs = {}  # of each file the last one, the likeliest to be out of place in another save's file
+    for index, item in metadata.storage_data.items():
         need[item.relative_path] = max(need[item.relative_path], item.offset + item.length)
+        if index.offset is not None and item.offset + item.length == need[item.relative_path]:
+            blobs[item.relative_path] = item
     sizes = {p.name: p.stat().st_size for p in shards}
     faults = [_short(folder / name, sizes.get(name), n) for name, n in sorted(need.items()) if sizes.get(name, -1) < n]
+    mixed = [name for name, size in sizes.items() if need[name] == 1 < size]  # .metadata does not name it
+    mixed += [name for name, item in blobs.items() if sizes.get(name, -1) >= need[name] and not _is_zip(folder, item)]
+    faults += [f"{folder / name} is of another save than .metadata: two lie in one folder." for name in sorted(mixed)]
     described = {n: t for n, t in metadata.state_dict_metadata.items() if hasattr(t, "properties")}
     tensors = {n: _entry(t.properties.dtype, t.size) for n, t in described.items()}
     return Weights("dcp", shards, tensors, tuple(faults))
+
+
+def _is_zip(folder: Path, item: Any) -> bool:
+    """Whether a torch.save archive lies where .metadata says; True where an extension has transformed it."""
+    with (folder / item.relative_path).open("rb") as stream:
+        stream.seek(item.offset)
+        head = stream.read(4)
+        stream.seek(item.offset + item.length - 22)  # the end record of a zip without a comment
+        return bool(getattr(item, "transform_descriptors", None)) or (head, stream.read(4)) == (b"PK\3\4", b"PK\5\6")
 
 
 def _short(path: Path, size: int | None, need: int) -> str:
@@ -189,38 +224,82 @@ _READERS: dict[str, Callable[[list[Path]], Weights]] = {
 }  # fmt: skip
 
 
-def read(held: Weights, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """The named tensors one by one, on the CPU; from DCP shards only the bytes of their own items are read."""
-    wanted = set(names)
+def pieces(held: Weights) -> dict[str, list[Piece]]:
+    """Where the bytes of every tensor lie. Raises KitError for a torch.save file whose tensors are no runs of bytes."""
+    found: dict[str, list[Piece]] = defaultdict(list)
     if held.format == "dcp":
-        yield from _read_dcp(held, wanted)
-    for path in held.files if held.format != "dcp" else ():
-        if held.format == "torch":
-            yield from ((n, t) for n, t in torch_file(path).items() if n in wanted)
-            continue
-        from safetensors import safe_open
+        for (name, _), piece in dcp_pieces(held.files[0].parent, dcp_metadata(held.files[0].parent)).items():
+            found[name].append(piece)
+        return {name: found[name] for name in held.tensors}
+    for file in held.files:
+        for name, start in (_torch_starts if held.format == "torch" else _safetensors_starts)(file):
+            entry = held.tensors[name]
+            piece = Piece((0,) * len(entry.shape), entry.shape, entry.dtype, file, start, entry.bytes)
+            found[name].append(piece)
+    return found
 
-        with safe_open(path, "pt") as stream:
-            yield from ((n, stream.get_tensor(n)) for n in safetensors_header(path)[0] if n in wanted)
+
+def dcp_pieces(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...]], Piece]:
+    """The stored parts of a distributed checkpoint's tensors by (name, offset in the tensor)."""
+    found = {}
+    for index, item in metadata.storage_data.items():
+        tensor = metadata.state_dict_metadata[index.fqn]
+        for chunk in getattr(tensor, "chunks", ()):
+            if chunk.offsets == index.offset:
+                at, dtype = tuple(chunk.offsets), str(tensor.properties.dtype).removeprefix("torch.")
+                file = folder / item.relative_path
+                found[index.fqn, at] = Piece(at, tuple(chunk.sizes), dtype, file, item.offset, item.length, True)
+    return found
 
 
-def _read_dcp(held: Weights, wanted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Each item is a torch.save blob of one rank's part. dcp.load would read some 30 kB around every one of them."""
+def _safetensors_starts(file: Path) -> Iterator[tuple[str, int]]:
+    header, start = safetensors_header(file)
+    return ((name, start + t["data_offsets"][0]) for name, t in header.items())
+
+
+def _torch_starts(file: Path) -> Iterator[tuple[str, int]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():  # torch.load then reads no data, and notes where they lie
+        tensors = torch_file(file, mmap=False)
+    for name, t in tensors.items():
+        if not t.is_contiguous():
+            raise KitError(f"{file} holds {name} with its dimensions exchanged; only torch.load can read that.")
+        yield name, t.untyped_storage()._checkpoint_offset + t.storage_offset() * t.element_size()
+
+
+def read(held: Weights, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The named tensors one by one, on the CPU, in the order of the files; no other bytes are read, none mapped."""
     import torch
 
-    folder = held.files[0].parent
-    parts = defaultdict(list)
-    for index, item in dcp_metadata(folder).storage_data.items():
-        parts[index.fqn].append((index.offset, item))
-    for name, entry in held.tensors.items():
+    wanted = set(names)
+    if held.format == "torch":
+        yield from ((n, t) for path in held.files for n, t in torch_file(path).items() if n in wanted)
+        return
+    for name, parts in pieces(held).items():
         if name not in wanted:
             continue
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for offset, item in parts[name]:
-            with (folder / item.relative_path).open("rb", buffering=512) as stream:  # unbuffered reads stop at 2 GiB
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into the base
-                stream.seek(item.offset)
-                part = torch.load(io.BytesIO(stream.read(item.length)), map_location="cpu", weights_only=True)
-            at = tuple(slice(o, o + n) for o, n in zip(offset or (0,) * part.ndim, part.shape, strict=True))
-            whole[at].copy_(part)
+        whole = load_piece(parts[0])
+        if len(parts) > 1:
+            whole = torch.empty(held.tensors[name].shape, dtype=whole.dtype)
+            for part in parts:
+                at = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+                whole[at].copy_(load_piece(part))
         yield name, whole
+
+
+def load_piece(piece: Piece) -> Any:
+    """A stored part as a tensor. Raises KitError where the file ends early; a blob is unpickled as plain weights."""
+    import torch
+
+    data = torch.empty(piece.length, dtype=torch.uint8)
+    with piece.file.open("rb", buffering=512) as stream:  # unbuffered reads stop at 2 GiB
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into the base
+        stream.seek(piece.start)
+        if stream.readinto(data.numpy()) < piece.length:  # type: ignore[attr-defined]
+            raise KitError(
+                f"{piece.file} was cut off while it was read: {piece.start + piece.length} bytes are needed."
+            )
+    if piece.packed:
+        return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
+    return data.view(getattr(torch, piece.dtype)).reshape(piece.shape)

@@ -4,7 +4,6 @@ import atexit
 import functools
 import json
 import math
-import mmap
 import os
 import pickle
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import checkpoint, loadtime, pagecache, weights
+from kit import checkpoint, weights
 from kit.errors import InputError, KitError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -280,141 +279,77 @@ def test_a_folder_without_weights_is_a_wrong_call(tmp_path):
         checkpoint.inspect(tmp_path)
 
 
-@pytest.fixture
-def model_file(tmp_path):
+def test_a_shard_that_metadata_does_not_name_is_of_another_save(tmp_path):
+    folder = copy("adapter", tmp_path)
+    part = folder / "pytorch_model_fsdp_0"
+    shutil.copy(part / "__1_0.distcp", part / "__2_0.distcp")
+    assert "__2_0.distcp is of another save than .metadata" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_shards_of_another_save_under_the_same_names_are_found(tmp_path):
+    folder = copy("adapter", tmp_path)
+    other = fsdp2_saves() / "full" / "checkpoint-2" / "pytorch_model_fsdp_0"
+    shutil.copy(other / "__1_0.distcp", folder / "pytorch_model_fsdp_0" / "__1_0.distcp")
+    assert "__1_0.distcp is of another save than .metadata: two lie in one folder" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_metadata_of_another_save_is_found(tmp_path):
+    folder = copy("adapter", tmp_path)
+    other = fsdp2_saves() / "full" / "checkpoint-2" / "pytorch_model_fsdp_0"
+    shutil.copy(other / ".metadata", folder / "pytorch_model_fsdp_0" / ".metadata")
+    assert "is cut off" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_the_state_of_another_step_is_found(tmp_path):
+    folder = copy("adapter", tmp_path)
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    assert "trainer_state.json is of step 4: two checkpoints lie in one folder" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_damaged_state_is_a_problem_and_never_complete(tmp_path, text):
+    folder = copy("adapter", tmp_path)
+    (folder / "trainer_state.json").write_text(text)
+    assert "trainer_state.json" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_shards_of_two_models_without_an_index_are_a_problem(tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    path = tmp_path / "model.safetensors"
-    save_file({f"layer{n}": torch.rand(1 << 20) for n in range(4)}, path)  # 16 MiB
-    pagecache.evict([path])
-    if pagecache.residency([path]) > 0.01:
-        pytest.skip(f"{tmp_path} lies on a file system that keeps its pages (tmpfs), so nothing can be cold there")
-    return path
+    for name in ("model-00001-of-00002", "model-00001-of-00003"):
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    assert "holds 2 shards, not those of one save" in problems(tmp_path)
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()
+    assert "holds 1 shards, not those of one save" in problems(tmp_path)
+    assert "not those" not in problems(tmp_path / "model-00001-of-00002.safetensors")
 
 
-def test_warm_and_cold_loads_are_labelled_by_their_proof(model_file):
-    (warm,) = loadtime.time_load(model_file, ["load_file"], repeats=2)
-    assert (warm.label, warm.residency_before, warm.device_gb) == ("warm", 1, 0)
-    (cold,) = loadtime.time_load(model_file, ["load_file"], cold=True, repeats=2)
-    assert cold.label == "client-cold"
-    assert cold.residency_before < 0.01
-    assert 0.95 < cold.amplification < 1.1
-    for found in (warm, cold):
-        assert found.wanted_gb == pytest.approx(16 * 2**20 / 1e9)
-        assert found.call_s < found.touched_s  # load_file maps; the bytes come with the first touch
-        assert found.gb_s_range[0] <= found.gb_s <= found.gb_s_range[1]
-        assert found.samples == 2
-
-
-def test_a_file_that_cannot_be_evicted_gets_no_cold_label(model_file):
-    with model_file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        assert len(mapped[:: mmap.PAGESIZE]) > 4000
-        with pytest.raises(KitError, match=r"No cold figure .* pages were in memory after eviction"):
-            loadtime.time_load(model_file, ["pread, 4 threads"], cold=True, repeats=1)
-
-
-@pytest.mark.parametrize(("residency", "amplification", "label"), [
-    (0, 1, "client-cold"), (0.02, 1, "mixed"), (0, 0.9, "mixed"), (1, 0, "warm"), (1, 1, "mixed"), (0.5, 0.5, "mixed"),
-])  # fmt: skip
-def test_a_label_needs_both_proofs(residency, amplification, label):
-    assert loadtime.label(residency, amplification) == label
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dcp", "torch", "safetensors"])
-def test_every_method_of_a_format_touches_what_it_wants(tmp_path, kind):
+def test_a_torch_file_that_would_run_code_is_not_run(tmp_path):
     import torch
 
-    if kind == "torch":
-        torch.save({"w": torch.rand(1 << 16)}, tmp_path / "pytorch_model.bin")
-    path = {"dcp": fsdp2_saves() / "full" / "checkpoint-2", "torch": tmp_path, "safetensors": fsdp2_saves() / "base"}[
-        kind
-    ]
-    found = loadtime.time_load(path, repeats=1)
-    assert [t.method for t in found] == list(loadtime.METHODS[kind])
-    assert all(0 < t.call_s <= t.touched_s for t in found)
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "pytorch_model.bin")
+    assert "cannot be read by torch.load" in problems(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_an_unknown_method_and_a_harmed_file_are_not_timed(model_file):
-    with pytest.raises(InputError, match="there are load_file"):
-        loadtime.time_load(model_file, ["magic"])
-    os.truncate(model_file, 1 << 20)
-    with pytest.raises(KitError, match="is cut off"):
-        loadtime.time_load(model_file)
-
-
-def test_all_ways_of_loading_safetensors_give_the_same_tensors(model_file):
-    import torch
-
-    held = weights.weights(model_file)
-    first, *others = [load(held) for load in loadtime.METHODS["safetensors"].values()]
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def timed(method: str, low: float, middle: float, high: float) -> loadtime.LoadTime:
-    return loadtime.LoadTime(
-        method, "safetensors", "warm", 3, 1, 1, (1, 1), 1, 0, 0, 1, middle, (low, high), "pread, 1 threads", 2, 0.5, 0
-    )
-
-
-def test_overlapping_ranges_are_not_separable():
-    said = loadtime.separable([timed("slow", 1, 1.5, 2), timed("fast", 8, 9, 10), timed("slower", 0.5, 1, 1.2)])
-    assert said == [
-        "fast is 6.00 times as fast as slow.",
-        "slow and slower are not separable: their ranges overlap over 3 samples.",
-    ]
-
-
-# Llama 3's failure rate gives 64 GPUs 792 h between failures and 16,384 GPUs 3.09 h.
-@pytest.mark.parametrize(("gpus", "write_s", "minutes", "waste"), [
-    (64, 14, 149, 0.0031), (64, 98, 394, 0.0083), (1024, 98, 98.5, 0.033), (16384, 14, 9.3, 0.050),
-])  # fmt: skip
-def test_young_and_dalys_interval(gpus, write_s, minutes, waste):
-    found = checkpoint.plan(checkpoint_gb=write_s * 10, write_gb_s=10, gpus=gpus)
-    assert found.bound == "Young/Daly"
-    assert found.interval_s / 60 == pytest.approx(minutes, rel=0.01)
-    assert found.waste == pytest.approx(waste, rel=0.02)
-
-
-def simulated_waste(interval: float, write: float, mtbf: float) -> float:
-    """The part of the time lost over 4000 exponential failures, restarts free (common random numbers)."""
-    import random
-
-    draw, useful, total = random.Random(7), 0.0, 0.0
-    for _ in range(4000):
-        alive = draw.expovariate(1 / mtbf)
-        useful += alive // (interval + write) * interval
-        total += alive
-    return 1 - useful / total
-
-
-def test_no_other_interval_wastes_much_less_in_a_simulation():
-    found = checkpoint.plan(checkpoint_gb=140, write_gb_s=10, gpus=16384)
-    mtbf = found.mtbf_h * 3600
-    best = min(simulated_waste(found.interval_s * f, 14, mtbf) for f in (0.25, 0.5, 0.7, 0.85, 1.2, 1.5, 2, 4))
-    ours = simulated_waste(found.interval_s, 14, mtbf)
-    assert ours == pytest.approx(found.waste, rel=0.05)
-    assert ours <= best * 1.02
-
-
-def test_the_bound_that_won_is_named():
-    plan = checkpoint.plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_h=1, max_loss_min=0)
-    assert (plan.bound, plan.interval_s) == ("time limit", 3600 - 1 - 300)
-    plan = checkpoint.plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_h=48, max_loss_min=30)
-    assert (plan.bound, plan.interval_s, plan.problems) == ("largest loss", 1800, ())
-    assert set(plan.bounds_s) == {"Young/Daly", "time limit", "largest loss"}
-
-
-def test_an_infeasible_pair_is_told():
-    plan = checkpoint.plan(checkpoint_gb=600, write_gb_s=1, gpus=8, max_loss_min=5)
-    assert "A write takes 600 s, but the largest loss asks for one every 300 s" in plan.problems[0]
-
-
-def test_storage_counts_one_checkpoint_more_than_are_kept():
-    found = checkpoint.plan(checkpoint_gb=10, write_gb_s=1, gpus=8, keep=3, merged_gb=20, base_gb=20).storage_gb
-    assert found == {"checkpoints": 40, "merged": 20, "base": 20, "free": 20, "total": 100}
+def test_a_file_cut_off_after_its_header_was_read_is_an_error_and_no_crash(tmp_path):
+    path = make_base(tmp_path / "model") / "model.safetensors"
+    held = weights.weights(path)
+    stream = weights.read(held, held.tensors)
+    next(stream)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(KitError, match="was cut off while it was read"):
+        dict(stream)
 
 
 if __name__ == "__main__":  # a rank

@@ -1,6 +1,7 @@
 import pytest
 
-from kit.evidence import cause_in, dead_rank, resolve
+from kit.evidence import resolve
+from kit.joblog import cause_in, dead_rank
 
 AGENT = """
 Failures:
@@ -34,7 +35,7 @@ def said(state, t=60, **more):
     return {"source": "slurm", "state": state, "time": t, **more}
 
 
-GONE = {"source": "slurm", "gone": True, "time": 1000}
+GONE = {"source": "gone", "time": 1000}
 BEAT = {"source": "heartbeat", "time": 45}
 
 

@@ -1,12 +1,19 @@
 import dataclasses
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from kit import evidence, slurm
+from kit import evidence, queue, slurm
 from kit.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
 from kit.run import Run
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def test_the_demos_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spre
     assert json.loads((run.path / "state" / "start.0.json").read_text())["nodes"] == "node[1-2]"
     # Days later Slurm has forgotten the job; the run still tells.
     slurm_record = [r for r in evidence.records(run) if r["source"] == "slurm"][-1]
-    evidence.witness(run, "slurm", gone=True)
+    evidence.witness(run, "gone")
     assert slurm_record["state"] == slurm.state(run).state == "COMPLETED"
 
 
@@ -113,3 +120,225 @@ def test_what_cannot_run_is_refused_before_anything_is_made(recipe, local, tmp_p
     with pytest.raises(InputError, match=words):
         slurm.launch(recipe.override(**changes), local)
     assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
+
+
+@pytest.fixture
+def launch(two_nodes):
+    """Launch a script of a few lines on the live Slurm."""
+    return lambda body, **more: slurm.launch_script(
+        f"#!/bin/bash\n#SBATCH --mem=10\n{body}\n", two_nodes, "own", **more
+    )
+
+
+def client(folder, name, said="", code=0, complaint=""):
+    """A stand-in for a Slurm client: notes what it is asked, and gives a recorded answer."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.said").write_text(said)
+    (folder / name).write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/{name}.asked\ncat {folder}/{name}.said\necho "{complaint}" >&2\nexit {code}\n'
+    )
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.slurm
+def test_a_handle_comes_within_a_second_and_another_kernel_attaches_within_two(live_slurm, launch):
+    start = time.monotonic()
+    run = launch("sleep 1")
+    assert time.monotonic() - start < 1
+    code = f"from kit.run import Run; from kit.slurm import state; print(state(Run.attach('{run.job_id}')).state)"
+    took = []
+    for _ in range(3):  # other work on this machine may slow one of them
+        start = time.monotonic()
+        said = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        )
+        took.append(time.monotonic() - start)
+        assert said.stdout.strip() in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED"), said.stderr
+    assert min(took) < 2
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_three_kernels_that_watch_500_jobs_ask_slurm_four_times_a_minute_at_most(live_slurm, launch):
+    def asked():
+        statistics = subprocess.run(["sdiag"], capture_output=True, text=True, check=True).stdout
+        return sum(map(int, re.findall(r"REQUEST_JOB\w*INFO\w*\s.*?count:(\d+)", statistics)))
+
+    run = launch("#SBATCH --begin=now+1hour", count=500, limit=4)
+    assert set(slurm.state(run).tasks) == set(range(500))
+    before = asked()
+    code = "import sys, time; from kit.run import Run; from kit.slurm import state; end = time.time() + 15\n"
+    code += "run = Run.attach(sys.argv[1])\nwhile time.time() < end: state(run); time.sleep(1)"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    kernels = [subprocess.Popen([sys.executable, "-c", code, str(run.path)], env=environment) for _ in range(3)]
+    assert [kernel.wait() for kernel in kernels] == [0, 0, 0]
+    assert asked() - before <= 1  # in 15 s, by three kernels and the watcher
+    slurm.cancel(run)
+    assert slurm.wait(run, timeout=60).state == "CANCELLED"
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_is_said_and_nothing_is_lost(live_slurm, launch, tmp_path):
+    here = launch("sleep 3; exit 3")
+    controller = int((live_slurm / "run" / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        now = slurm.wait(here, timeout=60)
+        assert (now.state, now.exit_code) == ("FAILED", 3)  # by the file that the job left
+        assert any("Slurm does not answer, and is asked again soon" in e for e in now.evidence)
+        with pytest.raises(SubmitError, match=r"timed out.*Slurm may have taken the job all the same"):
+            launch("exit 5")
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    unheard = next(r for r in Run.attach("latest").path.parent.iterdir() if r != here.path)
+    end = slurm.wait(Run(unheard), timeout=90)
+    assert (end.state, end.exit_code) == ("FAILED", 5)
+    assert slurm.state(here).confidence == "high"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--partition=nope", r"invalid partition specified: nope.*Set slurm.partition to one of: gpu\*, low"),
+        ("--nodes=50", r"node configuration is not available|[Nn]ode count"),
+        ("--gres=gpu:99", r"No node has that many GPUs"),
+        ("--gres=tpu:1", r"Invalid generic resource.*Set slurm.gres"),
+    ],
+)
+@pytest.mark.slurm
+def test_a_refusal_comes_with_what_to_change(live_slurm, launch, options, words):
+    with pytest.raises(SubmitError, match=words):
+        launch(f"#SBATCH {options}")
+    assert slurm.state(Run.attach("latest")).state == "NOT SUBMITTED"
+
+
+def test_refusals_for_accounts_limits_and_silence_have_their_own_advice():
+    said = "Batch job submission failed: "
+    assert "another QOS" in slurm.advice(said + "Job violates accounting/QOS policy (job submit limit, ...)")
+    assert "sacctmgr" in slurm.advice(said + "Invalid account or account/partition combination specified")
+    assert "slurm.time" in slurm.advice(said + "Requested time limit is invalid (missing or exceeds some limit)")
+    assert "Nothing was submitted" in slurm.advice(said + "Unable to contact slurm controller (connect failure)")
+    assert slurm.advice(said + "something new") == ""
+
+
+@pytest.mark.slurm
+def test_logs_are_shown_as_they_grow_and_their_ends_at_any_time(live_slurm, launch):
+    run = launch("for i in 1 2 3; do echo line $i; sleep 1; done", count=2)
+    (run.path / "logs" / "rank-000.log").write_text("a\nb\nc\n")
+    seen = list(slurm.follow(run))
+    assert [line for line in seen if "_1]" in line] == [f"[slurm-{run.job_id}_1] line {i}" for i in (1, 2, 3)]
+    assert run.tail(lines=2).endswith("== rank-000.log\nb\nc") and "line 3" in run.tail(lines=1)
+    assert run.tail([0], lines=1) == "== rank-000.log\nc"
+
+
+@pytest.mark.slurm
+def test_a_run_that_ended_is_started_again_as_long_as_slurm_remembers_it(live_slurm, launch):
+    run = launch("[ ${SLURM_RESTART_COUNT:-0} = 1 ] || exit 9")
+    assert slurm.wait(run, timeout=60).exit_code == 9
+    slurm.requeue(run)
+    until = time.monotonic() + 60
+    while (now := slurm.state(run)).state != "COMPLETED" and time.monotonic() < until:
+        time.sleep(0.5)
+    assert (now.state, now.exit_code) == ("COMPLETED", 0), now.lines()
+    run.note(job_id="99999")
+    with pytest.raises(KitError, match="scontrol requeue 99999: .*Invalid job id"):
+        slurm.requeue(run)
+
+
+@pytest.mark.slurm
+def test_what_follows_a_run_that_failed_is_refused_unless_any_end_will_do(live_slurm, launch):
+    failed = launch("exit 1")
+    slurm.wait(failed, timeout=60)
+    with pytest.raises(InputError, match=r'is FAILED, so what follows it would never start; say when="any"'):
+        launch("exit 0", after=failed)
+    assert slurm.wait(launch("exit 0", after=failed, when="any"), timeout=60).state == "COMPLETED"
+    with pytest.raises(InputError, match="when is \"later\"|when is 'later'"):
+        launch("exit 0", after=failed, when="later")
+
+
+@pytest.mark.slurm
+def test_a_run_that_was_moved_is_submitted_again_from_its_new_place(live_slurm, spread, two_nodes, tmp_path):
+    path = tmp_path / "later.toml"
+    path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
+    run = slurm.launch(spread, Cluster.load(path))
+    slurm.cancel(run)
+    slurm.wait(run, timeout=60)
+    moved = Run(run.path.rename(tmp_path / "elsewhere"))
+    assert slurm.state(moved).state == "CANCELLED"
+    slurm.submit(moved)
+    assert f"KIT_RUN={tmp_path / 'elsewhere'}" in (moved.path / "job.sbatch").read_text()
+    slurm.cancel(moved)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_half_made_run(recipe, local, tmp_path, monkeypatch):
+    (small := tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", small], check=True)
+    try:
+        cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(small / "runs")))
+        run = Run.create_for_script("#!/bin/sh\n", cluster, "before")
+        client(tmp_path / "bin", "sinfo")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+        with pytest.raises(OSError, match="No space left"):
+            (small / "filler").write_bytes(bytes(200_000))
+        with pytest.raises(InputError, match=r"No run folder can be made in .*runs: No space left on device"):
+            Run.create(recipe, cluster, tmp_path, "d")
+        assert [p.name for p in (small / "runs").iterdir()] == [run.path.name]
+        with pytest.raises(InputError, match="Nothing was submitted: No space left on device"):
+            slurm.submit(run)
+        assert slurm.state(run).state == "NOT SUBMITTED"
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_runs_that_cannot_be_written_name_the_folder(recipe, local, tmp_path):
+    (tmp_path / "file").write_text("")
+    cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "file" / "runs")))
+    with pytest.raises(InputError, match=r"No run folder can be made in .*file/runs: Not a directory .*paths.runs"):
+        Run.create(recipe, cluster, tmp_path, "d")
+
+
+# Recorded: squeue 22.05.8 for a job that failed with exit code 1 and an array task that was killed by signal 9.
+ROWS = "7|FAILED|256|0|1|NonZeroExitCode|2026-11-28T03:57:34|node1|{path}/job.sbatch   \n8_2|FAILED|9|1|0|None|N/A|||\n"
+
+
+@pytest.fixture
+def clients(tmp_path, monkeypatch):
+    """Stand-ins for squeue, scontrol and sacct that answer as recorded; a run of job 7."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    run = Run.create_for_script("#!/bin/sh\n", Cluster("c"), "recorded")
+    run.note(job_id="7", script=f"{run.path}/job.sbatch", submitted=time.time())
+    evidence.witness(run, "submit")
+    client(tmp_path / "bin", "squeue")
+    client(tmp_path / "bin", "scontrol", "MinJobAge               = 300 sec\n")
+    return run
+
+
+def test_slurm_is_asked_in_text_whose_form_no_release_changes(clients, tmp_path):
+    client(tmp_path / "bin", "squeue", ROWS.format(path=clients.path))
+    now = slurm.state(clients)
+    assert (now.state, now.exit_code, now.signal) == ("FAILED", 1, "")
+    assert queue.facts(queue.look().rows["8_2"])["signal"] == "9"
+    asked = (tmp_path / "bin" / "squeue.asked").read_text()
+    assert asked.count("\n") == 1 and "json" not in asked and "-t all" in asked
+
+
+def test_without_accounting_sacct_is_never_asked(clients, tmp_path):
+    client(tmp_path / "bin", "sacct", code=1, complaint="Slurm accounting storage is disabled")
+    assert slurm.state(clients).state == "LOST"
+    assert not (tmp_path / "bin" / "sacct.asked").exists()
+
+
+def test_a_database_that_does_not_answer_changes_nothing(clients, tmp_path):
+    client(tmp_path / "bin", "scontrol", "MinJobAge = 300 sec\nAccountingStorageType = accounting_storage/slurmdbd\n")
+    client(tmp_path / "bin", "sacct", code=1, complaint="sacct: error: Problem talking to the database")
+    (clients.path / "state" / "exit.0.json").write_text(
+        json.dumps({"job_id": "7", "time": time.time(), "exit_code": 3})
+    )
+    now = slurm.state(clients)
+    assert (now.state, now.exit_code) == ("FAILED", 3)
+    assert (tmp_path / "bin" / "sacct.asked").exists()

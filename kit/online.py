@@ -1,0 +1,220 @@
+"""A run on a W&B server, read through wandb's public API by a process of its own; and `sync`, which brings runs there.
+
+The process keeps wandb out of the kernel: its calls block, retry in silence, and ask for a key where they find none.
+It asks for little: six requests in any minute, counted before they are made, and twice a request that fails, since
+wandb then tries once more (`x_graphql_retry_max`; it waits as long as a server's Retry-After says).
+"""
+
+import json
+import math
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kit.errors import InputError, KitError
+from kit.metrics import Store
+from kit.run import Run
+from kit.wandb_log import find_logs
+
+PER_MINUTE = 6  # requests
+SAMPLE = 10_000  # rows that are asked for at once; of more than these the server takes a sample
+LATE = 1.5  # seconds after which a silent server is worth a word
+TIMEOUT = 10  # seconds that one request may take
+THROTTLED = 60.0  # seconds of rest after HTTP 429
+_QUIET = {"WANDB_SILENT": "true", "WANDB_X_GRAPHQL_RETRY_MAX": "1", "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2"}
+_CODES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
+_WORDS = {'"NaN"': "NaN", '"Infinity"': "Infinity", '"-Infinity"': "-Infinity"}  # the server's JSON has them as texts
+
+
+class Online(Store):
+    """A run "entity/project/run" on a W&B server. `poll` never waits for it; `close` ends the process that asks."""
+
+    def __init__(self, path: str, every: float = 10.0) -> None:
+        """Raises InputError if it is no such path. The server is asked `every` so many seconds at most."""
+        super().__init__()
+        if len(parts := path.split("/")) != 3 or not all(parts):
+            raise InputError(f"{path!r} names no run on a W&B server; write entity/project/run.")
+        self.source = f"W&B {path}"
+        self.run_id = parts[2]
+        self.state = ""  # as W&B calls it: running, finished, failed, crashed, killed
+        self.sampled = ""  # "sampled 10,000 of 50,000 rows" unless all of them are known
+        self._said, self._asked = "", time.monotonic()
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
+        here = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kit.online", path, str(every)], text=True, env=kept | _QUIET | {"PYTHONPATH": here},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        threading.Thread(target=_listen, args=(self._process.stdout, self._heard), daemon=True).start()
+
+    def poll(self) -> bool:
+        """Take in what the process has heard by now. True if there was anything new."""
+        new = False
+        while not self._heard.empty():
+            said = self._heard.get()
+            new = self._take(said) or new
+        late = time.monotonic() - self._asked
+        self.problem = f"no answer from W&B for {late:.0f} s" if late > LATE else self._said
+        return new
+
+    def _take(self, said: dict[str, Any]) -> bool:
+        self._asked = time.monotonic() if "asking" in said else math.inf
+        self._said = said.get("problem", self._said if "asking" in said else "")
+        if "rows" in said:
+            self.rows({name: [text.encode() for text in texts] for name, texts in said["rows"].items()})
+        for told in said.get("statistics", []):
+            self.statistics(said["host"], told)
+        if "state" in said:
+            self.state, self.sampled, self.exit_code = said["state"], said["sampled"], _CODES.get(said["state"])
+            self.config, self.summary = said["config"], said["summary"]
+        return not said.keys() <= {"asking", "problem"}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.communicate()
+
+
+def _listen(stream: Any, heard: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in stream:
+        heard.put(json.loads(line))
+
+
+class _Asker:
+    """The process's side: keeps count of requests, and says what was heard."""
+
+    def __init__(self, path: str, say: Callable[..., None]) -> None:
+        self.path, self.say = path, say
+        self.run: Any = None
+        self.rows = 0
+        self.last_step = -1.0
+        self.last_sample = 0.0
+        self.times: deque[float] = deque([-math.inf] * PER_MINUTE, PER_MINUTE)  # when the last ones were made
+
+    def ask(self, requests: int) -> None:
+        """Wait until so many requests more are polite, and say that they begin."""
+        for _ in range(requests):
+            _rest(self.times[0] + 60 - time.monotonic())
+            self.times.append(time.monotonic())
+        self.say(asking=True)
+
+    def look(self) -> bool:
+        """Ask for what is new; False when the run has ended and all of it is known."""
+        if self.run is None:
+            self._connect()
+        else:
+            self.ask(1)
+            self.run.load(force=True)
+        run, before = self.run, self.last_step
+        newest, total = int(run.summary_metrics.get("_step", -1)), run.historyLineCount
+        if newest > before:
+            self._history(newest)
+        self._statistics([run.system_metrics])
+        sampled = f"sampled {self.rows:,} of {total:,} rows" if self.rows < total else ""
+        self.say(state=run.state, sampled=sampled, config=run.config, summary=run.summary_metrics)
+        return run.state == "running" or self.last_step > before
+
+    def _connect(self) -> None:
+        import wandb
+
+        self.ask(4)  # who asks, their entity, the run, its system metrics
+        run = wandb.Api(timeout=TIMEOUT).run(self.path)
+        self._statistics(run.history(samples=1000, pandas=False, stream="system"))
+        self.run = run
+
+    def _history(self, newest: int) -> None:
+        """All rows since the last ones in one page, or if they are too many, or no page has them, a sample."""
+        rows: list[dict[str, Any]] = []
+        if self.last_step >= 0 and newest - self.last_step <= SAMPLE:
+            self.ask(3)
+            start = int(self.last_step) + 1
+            rows = list(self.run.scan_history(min_step=start, page_size=newest + 1 - start))
+        if not rows:  # it may be empty while a run is active (github.com/wandb/wandb/issues/12067)
+            self.ask(1)
+            sample = self.run.history(samples=SAMPLE, pandas=False)
+            rows = [row for row in sample if row["_step"] > self.last_step]
+        for names, group in groupby((dict(_flat(row)) for row in rows), key=sorted):
+            parts = list(group)
+            for start in range(0, len(parts), 500):
+                self.say(rows={name: [row[name] for row in parts[start : start + 500]] for name in names})
+        self.rows += len(rows)
+        self.last_step = max([newest, *(row["_step"] for row in rows)])
+
+    def _statistics(self, samples: list[dict[str, Any]]) -> None:
+        new = [sample for sample in samples if sample.get("_timestamp", 0) > self.last_sample]
+        if new:
+            self.last_sample = new[-1]["_timestamp"]
+            told = [{name.removeprefix("system."): value for name, value in sample.items()} for sample in new]
+            self.say(statistics=told, host=getattr(self.run, "host", None) or "node")
+
+
+def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, JSON text) of each value; nested names are joined by dots, as in the log."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            text = json.dumps(value)
+            yield prefix + name, _WORDS.get(text, text)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, LookupError | TypeError | ValueError | AttributeError):
+        return f"W&B's answer cannot be read ({type(error).__name__}: {error})"
+    text = (str(error).splitlines() or [type(error).__name__])[-1].removeprefix("while retrying: ")
+    return f"W&B did not answer within {TIMEOUT} s" if "respond in time" in text else f"W&B: {text}"
+
+
+def _rest(seconds: float) -> None:
+    """Wait; when the process that listens is gone, so that its end of the pipe is closed, end as well."""
+    if select.select([sys.stdin], [], [], max(0.0, seconds))[0]:
+        sys.exit()
+
+
+def main(path: str, every: str) -> None:
+    """Say in JSON lines what the server has, until the run has ended."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # nobody else's words among them
+    asker, more = _Asker(path, lambda **said: print(json.dumps(said), file=out)), True
+    while more:
+        pause = float(every)
+        try:
+            more = asker.look()
+        except Exception as error:
+            asker.say(problem=_sentence(error))
+            asker.times.append(time.monotonic())  # it was tried twice
+            pause = THROTTLED if "429" in str(error) or "respond in time" in str(error) else 2 * pause
+        _rest(pause * more)
+
+
+def sync(place: str | Path | Run, echo: Callable[[str], None] = print) -> None:
+    """Bring a run that was logged offline to the server by `wandb sync`, whose lines go to `echo` as they come.
+
+    Raises InputError where no log is, KitError with the last line when it did not work.
+    """
+    logs = find_logs(place.path if isinstance(place, Run) else Path(place))
+    if not logs:
+        raise InputError(f"{place} holds no W&B log to sync.")
+    folders = [str(log.parent) for log in logs if log.stem == logs[-1].stem]
+    kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
+    command = [sys.executable, "-m", "wandb", "sync", *folders]
+    line = ""
+    with subprocess.Popen(command, env=kept, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for line in process.stdout or ():
+            echo(line.rstrip())
+    if process.returncode:
+        raise KitError(f"wandb sync ended with exit code {process.returncode}: {line.strip()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

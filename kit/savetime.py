@@ -1,0 +1,151 @@
+"""Save times: how long a save holds training up, when it is written, and when it is safe on disk."""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.errors import InputError
+from kit.loadtime import join, mount, report, run_ranks
+
+
+@dataclass(frozen=True)
+class SaveTime:
+    """One method's medians over fresh runs, with (least, most), of the slowest rank.
+
+    blocked_s: training waits. done_s: every byte is with the kernel, or on disk. durable_s: on disk (fsync), timed from
+    the beginning; gb_s counts the state's bytes, once, to durable_s.
+    """
+
+    method: str
+    mount: str
+    ranks: int
+    samples: int
+    gb: float
+    blocked_s: float
+    blocked_range_s: tuple[float, float]
+    done_s: float
+    done_range_s: tuple[float, float]
+    durable_s: float
+    durable_range_s: tuple[float, float]
+    gb_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def time_save(
+    folder: Path, gb: float = 1.0, ranks: int = 1, methods: Sequence[str] | None = None, repeats: int = 3,
+    launcher: Sequence[str] = (),
+) -> list[SaveTime]:  # fmt: skip
+    """Write a state of `gb`, rows spread over the ranks, into a folder that is removed, the methods in turn.
+
+    Raises InputError for an unknown method or too little room, KitError where a save fails.
+    """
+    if unknown := set(methods or ()) - set(METHODS):
+        raise InputError(f"No method {', '.join(sorted(unknown))}; there are {', '.join(METHODS)}.")
+    if (free := shutil.disk_usage(folder).free / 1e9) < 2 * gb:
+        raise InputError(f"{folder} has {free:.1f} GB free; saving {gb:.1f} GB there asks for twice as much.")
+    taken: dict[str, list[list[float]]] = {method: [] for method in methods or METHODS}
+    for _ in range(repeats):
+        for method, samples in taken.items():
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as scratch:
+                rows = run_ranks(("-m", "kit.savetime", method, scratch, str(gb)), ranks, launcher)
+            samples.append([max(row[key] for row in rows) for key in ("blocked", "done", "durable")])
+    return [_save_time(method, mount(folder), ranks, gb, samples) for method, samples in taken.items()]
+
+
+def _save_time(method: str, where: str, ranks: int, gb: float, samples: list[list[float]]) -> SaveTime:
+    blocked, done, durable = ((statistics.median(s), (min(s), max(s))) for s in zip(*samples, strict=True))
+    return SaveTime(method, where, ranks, len(samples), gb, *blocked, *done, *durable, gb / durable[0])
+
+
+State = dict[str, Any]
+
+
+def _consolidated(save: Callable[[State, Path], None]) -> Callable[[State, Path], None]:
+    """Every rank gathers whole tensors, a collective; rank 0 alone writes them."""
+
+    def write(state: State, folder: Path) -> None:
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+        if int(os.environ.get("RANK", 0)) == 0:
+            save(whole, folder)
+
+    return write
+
+
+def _torch_save(state: State, folder: Path) -> None:
+    import torch
+
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def _safetensors(state: State, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, folder / "model.safetensors")
+
+
+def _dcp(fsync: bool, background: bool = False) -> Callable[[State, Path], Any]:
+    """A file for each rank, as a sharded run writes it; the future of an asynchronous save."""
+
+    def save(state: State, folder: Path) -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        writer, alone = dcp.FileSystemWriter(folder, sync_files=fsync), "RANK" not in os.environ  # type: ignore[attr-defined]
+        if background:
+            return dcp.async_save(state, storage_writer=writer)  # type: ignore[attr-defined]
+        return dcp.save(state, storage_writer=writer, no_dist=alone) and None  # type: ignore[attr-defined]
+
+    return save
+
+
+METHODS: dict[str, Callable[[State, Path], Any]] = {
+    "torch.save, consolidated": _consolidated(_torch_save),
+    "safetensors, consolidated": _consolidated(_safetensors),
+    "dcp.save, sharded": _dcp(fsync=True),
+    "dcp.save, sharded, no fsync": _dcp(fsync=False),
+    "dcp.async_save, sharded": _dcp(fsync=True, background=True),
+}
+
+
+def _sample(method: str, folder: Path, gb: float) -> dict[str, float]:
+    """One rank's part of one save of 64 tensors."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, world = join()
+    if world == 1 and "async" in method:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/.group", rank=0, world_size=1)
+    rows = max(1, round(gb * 1e9 / 64 / 4096 / 4 / world))
+    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+    parts = [torch.full((rows, 4096), rank + n / 64) for n in range(64)]
+    state = {f"layers.{n}": DTensor.from_local(p, mesh, [Shard(0)]) if mesh else p for n, p in enumerate(parts)}
+    if mesh:
+        dist.barrier()
+    begun = time.perf_counter()
+    pending = METHODS[method](state, folder)
+    blocked = time.perf_counter()
+    if pending is not None:
+        pending.result()
+    if mesh:
+        dist.barrier()  # done is when all are
+    done = time.perf_counter()
+    for path in (*folder.iterdir(), folder):  # by every rank: one node cannot flush what another one holds
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return {"blocked": blocked - begun, "done": done - begun, "durable": time.perf_counter() - begun}
+
+
+if __name__ == "__main__":  # one rank of one sample
+    report(_sample(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
