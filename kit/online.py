@@ -29,7 +29,6 @@ PER_MINUTE = 6  # requests
 SAMPLE = 10_000  # rows that are asked for at once; of more than these the server takes a sample
 LATE = 1.5  # seconds after which a silent server is worth a word
 TIMEOUT = 10  # seconds that one request may take
-THROTTLED = 60.0  # seconds of rest after HTTP 429
 _QUIET = {"WANDB_SILENT": "true", "WANDB_X_GRAPHQL_RETRY_MAX": "1", "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2"}
 _CODES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 _WORDS = {'"NaN"': "NaN", '"Infinity"': "Infinity", '"-Infinity"': "-Infinity"}  # the server's JSON has them as texts
@@ -38,8 +37,8 @@ _WORDS = {'"NaN"': "NaN", '"Infinity"': "Infinity", '"-Infinity"': "-Infinity"} 
 class Online(Store):
     """A run "entity/project/run" on a W&B server. `poll` never waits for it; `close` ends the process that asks."""
 
-    def __init__(self, path: str, every: float = 10.0) -> None:
-        """Raises InputError if it is no such path. The server is asked `every` so many seconds at most."""
+    def __init__(self, path: str, minute: float = 60.0) -> None:
+        """`minute` is the time, in seconds, in which six requests are made at most. A wrong path is an InputError."""
         super().__init__()
         if len(parts := path.split("/")) != 3 or not all(parts):
             raise InputError(f"{path!r} names no run on a W&B server; write entity/project/run.")
@@ -52,7 +51,7 @@ class Online(Store):
         kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
         here = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kit.online", path, str(every)], text=True, env=kept | _QUIET | {"PYTHONPATH": here},
+            [sys.executable, "-m", "kit.online", path, str(minute)], text=True, env=kept | _QUIET | {"PYTHONPATH": here},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         threading.Thread(target=_listen, args=(self._process.stdout, self._heard), daemon=True).start()
@@ -93,8 +92,9 @@ def _listen(stream: Any, heard: "queue.SimpleQueue[dict[str, Any]]") -> None:
 class _Asker:
     """The process's side: keeps count of requests, and says what was heard."""
 
-    def __init__(self, path: str, say: Callable[..., None]) -> None:
-        self.path, self.say = path, say
+    def __init__(self, path: str, minute: float, say: Callable[..., None]) -> None:
+        self.path, self.minute, self.say = path, minute, say
+        self.pages = True
         self.run: Any = None
         self.rows = 0
         self.last_step = -1.0
@@ -103,9 +103,8 @@ class _Asker:
 
     def ask(self, requests: int) -> None:
         """Wait until so many requests more are polite, and say that they begin."""
-        for _ in range(requests):
-            _rest(self.times[0] + 60 - time.monotonic())
-            self.times.append(time.monotonic())
+        _rest(self.times[requests - 1] + self.minute - time.monotonic())
+        self.times.extend([time.monotonic()] * requests)
         self.say(asking=True)
 
     def look(self) -> bool:
@@ -181,19 +180,19 @@ def _rest(seconds: float) -> None:
         sys.exit()
 
 
-def main(path: str, every: str) -> None:
+def main(path: str, minute: str) -> None:
     """Say in JSON lines what the server has, until the run has ended."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nobody else's words among them
-    asker, more = _Asker(path, lambda **said: print(json.dumps(said), file=out)), True
+    asker, more = _Asker(path, float(minute), lambda **said: print(json.dumps(said), file=out)), True
     while more:
-        pause = float(every)
+        pause = asker.minute / PER_MINUTE
         try:
             more = asker.look()
         except Exception as error:
             asker.say(problem=_sentence(error))
             asker.times.append(time.monotonic())  # it was tried twice
-            pause = THROTTLED if "429" in str(error) or "respond in time" in str(error) else 2 * pause
+            pause *= PER_MINUTE if "429" in str(error) or "respond in time" in str(error) else 2
         _rest(pause * more)
 
 

@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, address)
 
     def answer(self, query, variables):
-        name = variables.get("name") or variables.get("run")
+        name = variables.get("name") or variables.get("run") or variables.get("runName")
         viewer = {"id": "u", "entity": "ent", "username": "u", "name": "u", "flags": "{}", "teams": {"edges": []}}
         if "upsertBucket" in query:
             run = self.run(name)
@@ -208,24 +208,132 @@ def test_an_offline_run_is_synced_and_read_back_equal(server, follow, tmp_path):
     assert run.nodes == {}
 
 
-def test_a_run_that_goes_on_is_followed_row_by_row(server, follow, monkeypatch):
-    monkeypatch.setenv("KIT_TEST", "1")
+def test_a_run_that_goes_on_is_followed_row_by_row(server, follow):
     add(server, 0, 30)
-    run = follow(every=0.2)
+    run = follow(minute=3.0)
     until(run, lambda: run.last("train/global_step") == 290)
     assert run.state == "running"
     add(server, 30, 40)
-    until(run, lambda: run.last("train/global_step") == 390, 70)
+    until(run, lambda: run.last("train/global_step") == 390)
     assert list(run.series["train/loss"].steps) == [10.0 * i for i in range(40)]
-    assert [name for _, name in server.asked].count("RunFullHistory") == 2  # rows and statistics, at the start
+    operations = [operation for _, operation in server.asked]
+    assert operations.count("RunFullHistory") == 2  # rows and statistics, at the start
+    assert "HistoryPage" in operations
 
 
-def test_any_minute_has_six_requests_at_most(server, follow):
+def test_in_any_minute_the_server_is_asked_six_times_at_most(server, follow):
     add(server, 0, 30)
-    run = follow(every=0.1)
-    until(run, lambda: run.state == "running")
-    grow = threading.Event()
-    while not grow.wait(1) and len(server.asked) < 11:
-        add(server, len(server.run("live")["history"]), len(server.run("live")["history"]) + 2)
+    run = follow(minute=3.0)  # a short one
+    for i in range(30, 60):
+        add(server, i, i + 1)
+        run.poll()
+        time.sleep(0.4)
     times = [at for at, _ in server.asked]
-    assert all(times[i + 6] - times[i] > 59 for i in range(len(times) - 6))
+    assert len(times) > 12
+    assert min(times[i + 6] - times[i] for i in range(len(times) - 6)) > 2.8
+
+
+def test_a_long_history_is_called_sampled(server, follow):
+    add(server, 0, 12_000)
+    run = follow(minute=3.0)
+    until(run, lambda: run.state == "running")
+    assert run.sampled == "sampled 10,000 of 12,000 rows"
+    assert len(run.series["train/loss"].values) == 10_000
+
+
+def test_where_no_page_can_be_had_a_sample_is_taken(server, follow):
+    server.fault = lambda operation: 404 if operation in ("RunParquetHistory", "HistoryPage") else None
+    add(server, 0, 30)
+    run = follow(minute=3.0)
+    until(run, lambda: run.last("train/global_step") == 290)
+    add(server, 30, 40)
+    until(run, lambda: run.last("train/global_step") == 390)
+    assert list(run.series["train/loss"].steps) == [10.0 * i for i in range(40)]
+
+
+def test_the_real_client_is_followed_while_it_logs(server, follow, tmp_path):
+    writer = write(tmp_path, "online", 40)
+    until(follow("ent/p/other"), lambda: "live" in server.runs)
+    run = follow(minute=3.0)
+    until(run, lambda: run.state == "finished")
+    assert writer.wait() == 0
+    assert list(run.series["train/loss"].values) == [3 / i for i in range(1, 41)]
+    assert any(isinstance(key, tuple) and key[0] == "n1" for key in run.series)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda operation: time.sleep(30), "no answer from W&B for 2 s"),
+        (lambda operation: 500, "W&B: HTTP 500"),
+        (lambda operation: 429, "W&B: HTTP 429"),
+        (lambda operation: 401, "401"),
+        (lambda operation: b"<html>welcome", "invalid character"),
+        (lambda operation: {"data": {"project": None}}, "W&B"),
+    ],
+)
+def test_trouble_is_said_within_two_seconds_and_passes(server, follow, fault, said):
+    add(server, 0, 30)
+    run = follow(minute=3.0)
+    until(run, lambda: run.state == "running" and not run.problem)
+    server.fault = fault
+    until(run, lambda: said in run.problem)
+    begun = next(at for at, _ in server.asked[5:])
+    assert time.monotonic() - begun < 2.3
+    server.fault = lambda operation: None
+    add(server, 30, 40)
+    until(run, lambda: run.last("train/global_step") == 390, 60)
+    assert not run.problem
+
+
+def test_a_server_that_is_not_there_is_said_within_two_seconds(follow, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    run = follow()
+    assert until(run, lambda: "no answer from W&B for 2 s" in run.problem) < 2.3
+    until(run, lambda: "connection refused" in run.problem)
+
+
+def test_a_missing_key_and_a_missing_run_are_sentences(server, follow, monkeypatch):
+    run = follow("ent/p/nothing")
+    until(run, lambda: "Could not find run" in run.problem)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", "none")
+    run = follow()
+    until(run, lambda: "No API key configured" in run.problem)
+
+
+def test_an_empty_run_has_no_rows_and_no_trouble(server, follow):
+    server.run("live")
+    run = follow(minute=3.0)
+    until(run, lambda: run.state == "running")
+    assert run.series == {}
+    assert not run.problem
+
+
+def test_the_process_ends_with_its_reader(server, tmp_path):
+    script = "import sys, time; from kit.online import Online; run = Online('ent/p/x'); print(run._process.pid, flush=True); time.sleep(60)"
+    env = os.environ | {"PYTHONPATH": str(online.Path(online.__file__).parents[1])}
+    reader = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+    child = int(reader.stdout.readline())
+    reader.kill()
+    reader.communicate()
+    deadline = time.monotonic() + 20
+    while (state := psutil.pid_exists(child) and psutil.Process(child).status()) and state != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("path", ["run", "a/b", "a/b/c/d", "a//c"])
+def test_what_names_no_run_is_a_wrong_call(path):
+    with pytest.raises(InputError, match="entity/project/run"):
+        Online(path)
+
+
+def test_a_sync_that_fails_or_has_nothing_to_do_says_so(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="holds no W&B log to sync"):
+        sync(tmp_path)
+    assert write(tmp_path, rows=1).wait() == 0
+    monkeypatch.setenv("NETRC", "none")
+    with pytest.raises(KitError, match="wandb sync ended with exit code 1"):
+        sync(tmp_path, echo=lambda line: None)
