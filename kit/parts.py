@@ -86,8 +86,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 def inputs(recipe: Recipe) -> tuple[bytes, list[Path]]:
     """All that a dataset is made of: settings and file names as bytes, and the files whose bytes count."""
-    source = open_source(recipe.data.source, recipe.data.source_format)
     tokenizer = Path(model.source(recipe.model.name))
+    source = open_source(recipe.data.source, recipe.data.source_format)
     paths = [*source.files, *(p for p in sorted(tokenizer.iterdir()) if OF_A_TOKENIZER.search(p.name))]
     told = [settings(recipe) | {"model": ""}, source.names, source.splits]  # the tokenizer's files, not their place
     return json.dumps(told, sort_keys=True).encode(), paths + [Path(__file__).with_name(name) for name in MAKERS]

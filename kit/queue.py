@@ -46,8 +46,8 @@ class Queue:
 
     @property
     def least(self) -> float:
-        """Seconds between questions while things change: 2, rising to 30 for 500 jobs."""
-        return min(max(2.0, len(self.rows) * 30 / 500), self.most)
+        """Seconds between questions while things change: 2, rising to 30 for 500 jobs that have not ended."""
+        return min(max(2.0, sum(row["State"] not in ENDED for row in self.rows.values()) * 30 / 500), self.most)
 
 
 def command(*words: str, timeout: float = 30, **more: Any) -> subprocess.CompletedProcess[str]:

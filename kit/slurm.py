@@ -6,13 +6,11 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from kit import evidence, files, local, model, queue, sbatch, watcher
+from kit import evidence, files, local, queue, watcher
 from kit.cluster import Cluster
-from kit.data import prepare
 from kit.errors import InputError, KitError, SubmitError
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.timing import predict
 from kit.watcher import state as state
 from kit.watcher import task_states as task_states
 
@@ -37,6 +35,9 @@ def launch(
     run, KitError for what the forecast says does not fit (unless `anyway`), and SubmitError with Slurm's words where it
     refuses; the run folder then stays.
     """
+    from kit import sbatch  # here, so that a kernel which only attaches loads none of it
+    from kit.data import prepare
+
     check(recipe, cluster)
     if not anyway:
         check_fit(recipe, cluster)
@@ -67,6 +68,8 @@ def launch_script(
 
 def check(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for a recipe that this cluster, or kit.train, cannot run."""
+    from kit import model
+
     parallel, nodes = recipe.parallel, cluster.nodes
     if parallel.strategy.startswith("zero") or recipe.tuning.method == "qlora":
         what = "tuning.method qlora" if recipe.tuning.method == "qlora" else f"parallel.strategy {parallel.strategy}"
@@ -94,6 +97,8 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
 
 def check_fit(recipe: Recipe, cluster: Cluster) -> None:
     """Raises KitError where the forecast says that the job runs out of memory, with the cheapest change that fits."""
+    from kit.timing import predict
+
     try:
         memory = predict(recipe, cluster).memory
     except InputError:  # a family of models that the forecast does not know
@@ -151,6 +156,8 @@ def submit(run: Run, *options: str, after: Run | None = None, when: str = "ok") 
             raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
         evidence.archive(run)
         if run.info.get("script", str(script)) != str(script) and not own:
+            from kit import sbatch
+
             files.write(script, sbatch.render_script(run))  # the folder was moved, and the script holds its path
     if not available():
         return local.start(run)
