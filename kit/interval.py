@@ -142,7 +142,8 @@ def plan(
     storage = kept | {"free": sum(kept.values()) / 4, "total": sum(kept.values()) * 1.25}
     return Plan(
         interval, max(1, int(interval / step_s)) if step_s else 0, bound, bounds, write, mtbf / 3600,
-        1 - useful(interval, cost, mtbf, restart_s, limit), rule, 1 - useful(rule, cost, mtbf, restart_s, limit), storage,  # noqa: E501
+        1 - useful(interval, cost, mtbf, restart_s, limit), rule,
+        1 - useful(rule, cost, mtbf, restart_s, limit), storage,
         {name: (checkpoint_gb + nodes * base_gb) / rate for name, rate in RESTORE_GB_S.items()}, tuple(problems), io,
     )  # fmt: skip
 

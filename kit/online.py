@@ -51,7 +51,9 @@ class Online(Store):
         kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
         here = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kit.online", path, str(minute)], text=True, env=kept | _QUIET | {"PYTHONPATH": here},  # noqa: E501
+            [sys.executable, "-m", "kit.online", path, str(minute)],
+            text=True,
+            env=kept | _QUIET | {"PYTHONPATH": here},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         threading.Thread(target=_listen, args=(self._process.stdout, self._heard), daemon=True).start()
