@@ -179,9 +179,9 @@ def together(run: str, job_id: str | None, tasks: Mapping[Any, State]) -> State:
     live = [s.state for s in tasks.values() if not s.ended]
     bad = [n for n, s in tasks.items() if s.state != "COMPLETED"]
     counts = ", ".join(f"{n} {state}" for state, n in Counter(s.state for s in tasks.values()).most_common())
-    worst = (
-        tasks[min(bad, key=lambda n: ENDED.index(tasks[n].state))] if bad and not live else State("", None, "COMPLETED")
-    )
+    worst = State(run, job_id, "COMPLETED", 0)
+    if bad and not live:
+        worst = tasks[min(bad, key=lambda n: ENDED.index(tasks[n].state))]
     return replace(
         worst, run=run, job_id=job_id, state="RUNNING" if "RUNNING" in live else live[0] if live else worst.state,
         cause=f"{len(tasks)} tasks: {counts}" + (f"; {worst.cause}" if worst.cause else ""),

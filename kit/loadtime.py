@@ -80,30 +80,31 @@ def time_load(
     path: Path | Sequence[Path], methods: Sequence[str] | None = None, cold: bool = False, repeats: int = 3,
     ranks: Sequence[int] = (1,), device: str = "cpu", launcher: Sequence[str] = (),
 ) -> list[LoadTime]:  # fmt: skip
-    """Loads of one or more paths, all methods and rank counts in turn within each round; None is every method.
+    """Loads of one or more paths, all methods and rank counts in turn within each round; None is every method that differs.
 
     launcher starts the ranks of other nodes too: ("srun", "-N2", "-n16") with MASTER_ADDR set and ranks=(16,).
     Client-cold means that this machine's page cache was empty; a file server or a hypervisor may still hold the bytes.
     Raises KitError where cold was asked and cannot be proven, or where a load fails.
     """
-    found = []
-    for one in [path] if isinstance(path, (str, Path)) else path:
-        held = _sound(Path(one))
-        depth = max(_DEPTHS, key=lambda d: _rate(held.files, cold, d))
-        found.append((Path(one), held, depth, known(held.format, methods)))
-    samples: dict[tuple[Path, str, int], list[dict[str, Any]]] = defaultdict(list)
-    rates: dict[Path, list[float]] = defaultdict(list)
+    paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
+    held = {one: _sound(one) for one in paths}
+    depths = {one: _best_depth(held[one].files, cold) for one in paths}
+    cases = [
+        (one, name, world) for one in paths for name in known(held[one].format, methods) for world in ranks
+        if methods or world > 1 or name not in _SEVERAL
+    ]  # fmt: skip
+    samples: dict[tuple[Path, str, int], list[dict[str, Any]]] = {case: [] for case in cases}
+    rates: dict[Path, list[float]] = {one: [] for one in paths}
     for _ in range(repeats):
-        for one, held, depth, names in found:
-            rates[one].append(_rate(held.files, cold, depth))
-            for name in names:
-                for world in ranks:
-                    samples[one, name, world].append(_sample_of(one, held, name, world, cold, device, launcher))
+        for one in paths:
+            rates[one].append(_rate(held[one].files, cold, depths[one]))
+        for case in cases:
+            samples[case].append(_sample_of(held[case[0]], *case, cold, device, launcher))
     how = "O_DIRECT" if cold else "pread"
     return [
-        _load_time(one, held, name, world, device, samples[one, name, world], rates[one], f"{how}, {depth} deep")
-        for one, held, depth, names in found for name in names for world in ranks
-    ]  # fmt: skip
+        _load_time(held[case[0]], *case, device, samples[case], rates[case[0]], f"{how}, {depths[case[0]]} deep")
+        for case in cases
+    ]
 
 
 def _sound(path: Path) -> Weights:
@@ -140,7 +141,7 @@ def run_ranks(arguments: Sequence[str], world: int, launcher: Sequence[str] = ()
 
 
 def _sample_of(
-    path: Path, held: Weights, method: str, world: int, cold: bool, device: str, launcher: Sequence[str]
+    held: Weights, path: Path, method: str, world: int, cold: bool, device: str, launcher: Sequence[str]
 ) -> dict[str, Any]:
     """One load, over its ranks: the slowest one's times and all their bytes."""
     arguments = ("-m", "kit.loadtime", method, str(path.absolute()), "cold" if cold else "warm", device)
@@ -165,7 +166,7 @@ def label(residency: float, amplification: float) -> str:
 
 
 def _load_time(
-    path: Path, held: Weights, method: str, world: int, device: str, taken: list[dict[str, Any]], rates: list[float],
+    held: Weights, path: Path, method: str, world: int, device: str, taken: list[dict[str, Any]], rates: list[float],
     how: str,
 ) -> LoadTime:  # fmt: skip
     def middle(key: str) -> float:
@@ -223,7 +224,7 @@ def time_spread(
     held, found = _sound(Path(path)), defaultdict(list)
     for _ in range(repeats):
         groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        for row in _sample_of(Path(path), held, "spread", world, cold, device, launcher)["rows"]:
+        for row in _sample_of(held, Path(path), "spread", world, cold, device, launcher)["rows"]:
             groups[row["node"], row["mount"]].append(row)
         for target, rows in groups.items():
             gb = sum(row["wanted"] for row in rows) / 1e9
@@ -233,6 +234,10 @@ def time_spread(
         speeds = [speed for speed, _, _ in taken]
         rates.append(TargetRate(*target, *taken[0][:0:-1], statistics.median(speeds), (min(speeds), max(speeds))))
     return sorted(rates, key=lambda r: r.gb_s)
+
+
+def _best_depth(paths: Sequence[Path], cold: bool) -> int:
+    return max(_DEPTHS, key=lambda depth: _rate(paths, cold, depth))
 
 
 def _rate(paths: Sequence[Path], cold: bool, depth: int) -> float:
@@ -287,7 +292,9 @@ def _dcp_load(reader: str) -> Load:
 
     def load(job: Job) -> list[Any]:
         import torch
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict_loader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, empty
 
@@ -298,9 +305,9 @@ def _dcp_load(reader: str) -> Load:
             sharded = mesh is not None and entry.shape
             options |= {"device_mesh": mesh, "placements": [Shard(0)]} if sharded else {"device": job.device}
             state[name] = (empty if sharded else torch.empty)(entry.shape, **options)
-        readers = {"dcp": dcp.FileSystemReader, "hf": dcp.HuggingFaceStorageReader, "kit": _shards().Reader}  # type: ignore[attr-defined]
-        folder = str(job.held.files[0].parent)
-        dcp.load(state, storage_reader=readers[reader](folder), no_dist=mesh is None)  # type: ignore[attr-defined]
+        readers = {"dcp": FileSystemReader, "hf": HuggingFaceStorageReader, "kit": _shards().Reader}
+        source = readers[reader](str(job.held.files[0].parent))
+        state_dict_loader.load(state, storage_reader=source, no_dist=mesh is None)
         return [t.to_local() if hasattr(t, "to_local") else t for t in state.values()]
 
     return load
@@ -318,7 +325,7 @@ def _fastsafetensors(job: Job) -> Iterator[Any]:
     opened = importlib.import_module("fastsafetensors").fastsafe_open
     for file in job.held.files:
         with opened([str(file)], device=job.device, nogds=True) as stream:
-            yield from [stream.get_tensor(name).clone() for name in stream.keys()]  # noqa: SIM118
+            yield from [stream.get_tensor(name) for name in stream.keys()]  # noqa: SIM118
 
 
 def _runai(job: Job) -> Iterator[Any]:
@@ -351,6 +358,7 @@ METHODS: dict[str, dict[str, Load]] = {
     "torch": {"torch.load": _torch_load(False), "torch.load, mmap": _torch_load(True)} | _EVERY,
     "dcp": {"dcp.load": _dcp_load("dcp"), "dcp.load, kit's reader": _dcp_load("kit")} | _EVERY,
 }
+_SEVERAL = ("kit, handed over", "spread")  # on one rank the same as kit
 _PACKAGES = {"fastsafetensors": "fastsafetensors", "runai-model-streamer": "runai_model_streamer"}
 
 

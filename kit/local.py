@@ -91,16 +91,21 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _end_tree(pid: int, itself: bool = True) -> None:
-    """SIGTERM to a process and all below it, SIGKILL after PATIENCE."""
-    try:
-        root = psutil.Process(pid)
-        family = root.children(recursive=True) + ([root] if itself else [])
-    except psutil.NoSuchProcess:
-        return
+    """SIGTERM to a process and all below it, SIGKILL after PATIENCE to these and what they started meanwhile."""
+    family = _family(pid, itself)
     for process in family:
         _signal(process, signal.SIGTERM)
-    for process in psutil.wait_procs(family, timeout=PATIENCE)[1]:
+    left = psutil.wait_procs(family, timeout=PATIENCE)[1]
+    for process in {late for slow in left for late in _family(slow.pid)}:
         _signal(process, signal.SIGKILL)
+
+
+def _family(pid: int, itself: bool = True) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [*([root] if itself else []), *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _signal(process: psutil.Process, number: int) -> None:

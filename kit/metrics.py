@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from kit.errors import InputError, KitError
 from kit.sampler import SLICE, Lines, Place, readings, statistics
 from kit.series import Series
 from kit.wandb_log import READ, Tail, find_logs
-
-if TYPE_CHECKING:
-    from kit.online import Online
 
 WINDOW = READ  # the newest bytes of a long log, which are known before the rest is read
 LOOK = 5.0  # seconds between looks for new files while there is much to read: a folder may hold many runs
@@ -155,6 +152,7 @@ class _Log:
     tail: Tail
     host: str = ""
     exit_code: int | None = None
+    begun: bool = False
     rows: bool = False
 
 
@@ -206,9 +204,10 @@ class _Reader:
         elif kind == "metric" and values.get("glob") == "*":
             store.step_name = values.get("step", store.step_name)
         elif kind == "run":
-            log.host = values.get("host", "")
             store.config |= values["config"]
-            store.begin()
+            if not log.begun:  # a new name or tag brings the record again
+                log.begun, log.host = True, values.get("host", "")
+                store.begin()
         elif kind == "exit":
             log.exit_code = values["exit_code"]
 
@@ -245,8 +244,8 @@ class Metrics(Store):
     @property
     def source(self) -> str:
         """The newest log, relative to the folder; empty before there is one."""
-        newest = next(reversed(self._all.logs), None)
-        return str(newest.relative_to(self.place if self.place.is_dir() else self.place.parent)) if newest else ""
+        newest = next(reversed(self._all.logs), Path())
+        return str(newest.relative_to(self.place)) if self.place in newest.parents else newest.name
 
     def poll(self) -> bool:
         """Read what is there by now, a few MiB and some tens of milliseconds at most. True if anything was new."""
@@ -301,9 +300,8 @@ class Metrics(Store):
         """Read the newest part of the newest log and of the samples, too, until everything else is read."""
         stepped = self.step_name in self.series
         self._ahead = _Reader(Store(self.step_name, skip=stepped))
-        path, log = next(reversed(self._all.logs.items()), (None, None))
-        if path and log and (stepped or len(self._all.logs) == 1):
-            self._ahead.logs[path] = _Log(Tail(path, path.stat().st_size - WINDOW), host=log.host)
+        for path, log in list(self._all.logs.items())[-1:] if stepped or len(self._all.logs) == 1 else ():
+            self._ahead.logs[path] = _Log(Tail(path, path.stat().st_size - WINDOW), log.host)
         for path in self._all.nodes:
             self._ahead.nodes[path] = Lines(path, path.stat().st_size - SLICE)
 
@@ -314,12 +312,3 @@ def _expected_nodes(folder: Path) -> int:
     from kit.run import Run
 
     return Run(folder).recipe.parallel.nodes
-
-
-def attach(ref: str | Path) -> "Metrics | Online":
-    """The metrics of a folder or a W&B log, or where there is no such path, of "entity/project/run" on a W&B server."""
-    if Path(ref).exists() or str(ref).count("/") != 2:
-        return Metrics(ref)
-    from kit.online import Online
-
-    return Online(str(ref))

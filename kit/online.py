@@ -1,8 +1,8 @@
 """A run on a W&B server, read through wandb's public API by a process of its own; and `sync`, which brings runs there.
 
 The process keeps wandb out of the kernel: its calls block, retry in silence, and ask for a key where they find none.
-It asks for little: six requests in any minute, counted before they are made, and twice a request that fails, since
-wandb then tries once more (`x_graphql_retry_max`; it waits as long as a server's Retry-After says).
+It asks for little: six requests in any minute, counted before they are made, and twice where one fails, since wandb
+then tries once more (`x_graphql_retry_max`), after the time that the server's Retry-After says.
 """
 
 import json
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from kit.wandb_log import find_logs
 
 PER_MINUTE = 6  # requests
 SAMPLE = 10_000  # rows that are asked for at once; of more than these the server takes a sample
-LATE = 1.5  # seconds after which a silent server is worth a word
-TIMEOUT = 10  # seconds that one request may take
+LATE, TIMEOUT = 1.5, 10  # seconds after which a silent server is worth a word, and is given up
 _QUIET = {"WANDB_SILENT": "true", "WANDB_X_GRAPHQL_RETRY_MAX": "1", "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2"}
 _CODES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 _WORDS = {'"NaN"': "NaN", '"Infinity"': "Infinity", '"-Infinity"': "-Infinity"}  # the server's JSON has them as texts
+Said = dict[str, Any]
 
 
 class Online(Store):
@@ -42,18 +43,13 @@ class Online(Store):
         super().__init__()
         if len(parts := path.split("/")) != 3 or not all(parts):
             raise InputError(f"{path!r} names no run on a W&B server; write entity/project/run.")
-        self.source = f"W&B {path}"
-        self.run_id = parts[2]
+        self.source, self.run_id = f"W&B {path}", parts[2]
         self.state = ""  # as W&B calls it: running, finished, failed, crashed, killed
-        self.sampled = ""  # "sampled 10,000 of 50,000 rows" unless all of them are known
-        self._said, self._asked = "", time.monotonic()
-        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
-        here = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.sampled = ""  # "sampled 10,000 of 50,000 rows", unless all of them are known
+        self._trouble, self._asked = "", time.monotonic()
+        self._heard: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kit.online", path, str(minute)],
-            text=True,
-            env=kept | _QUIET | {"PYTHONPATH": here},
+            [sys.executable, "-m", "kit.online", path, str(minute)], env=_environment() | _QUIET, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         threading.Thread(target=_listen, args=(self._process.stdout, self._heard), daemon=True).start()
@@ -65,20 +61,21 @@ class Online(Store):
             said = self._heard.get()
             new = self._take(said) or new
         late = time.monotonic() - self._asked
-        self.problem = f"no answer from W&B for {late:.0f} s" if late > LATE else self._said
+        self.problem = f"no answer from W&B for {late:.0f} s" if late > LATE else self._trouble
+        if self._process.poll():
+            self.problem = f"the process that asks W&B ended with exit code {self._process.returncode}"
         return new
 
-    def _take(self, said: dict[str, Any]) -> bool:
-        self._asked = time.monotonic() if "asking" in said else math.inf
-        self._said = said.get("problem", self._said if "asking" in said else "")
-        if "rows" in said:
-            self.rows({name: [text.encode() for text in texts] for name, texts in said["rows"].items()})
+    def _take(self, said: Said) -> bool:
+        self._asked = min(self._asked, time.monotonic()) if "asking" in said else math.inf
+        self._trouble = said.get("trouble", self._trouble if "asking" in said else "")
+        self.rows({name: [text.encode() for text in texts] for name, texts in said.get("rows", {}).items()})
         for told in said.get("statistics", []):
-            self.statistics(said["host"], told)
+            self.statistics("node", told)
         if "state" in said:
             self.state, self.sampled, self.exit_code = said["state"], said["sampled"], _CODES.get(said["state"])
             self.config, self.summary = said["config"], said["summary"]
-        return not said.keys() <= {"asking", "problem"}
+        return not said.keys() & {"asking", "trouble"}
 
     def close(self) -> None:
         """End the process."""
@@ -86,80 +83,87 @@ class Online(Store):
         self._process.communicate()
 
 
-def _listen(stream: Any, heard: "queue.SimpleQueue[dict[str, Any]]") -> None:
+def _environment() -> dict[str, str]:
+    """For a process that finds kit, and neither this one's wandb service nor its wish to stay offline."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), kept.get("PYTHONPATH", "")])}
+
+
+def _listen(stream: Any, heard: "queue.SimpleQueue[Said]") -> None:
     for line in stream:
         heard.put(json.loads(line))
 
 
 class _Asker:
-    """The process's side: keeps count of requests, and says what was heard."""
+    """The process's side: counts requests, and says what it hears."""
 
     def __init__(self, path: str, minute: float, say: Callable[..., None]) -> None:
         self.path, self.minute, self.say = path, minute, say
-        self.pages = True
         self.run: Any = None
         self.rows = 0
-        self.last_step = -1.0
-        self.last_sample = 0.0
-        self.times: deque[float] = deque([-math.inf] * PER_MINUTE, PER_MINUTE)  # when the last ones were made
+        self.pages = True  # whether rows can be had page by page
+        self.last_step, self.last_sample = -1, 0.0
+        self.times: deque[float] = deque([-math.inf] * PER_MINUTE, PER_MINUTE)
 
-    def ask(self, requests: int) -> None:
+    @contextmanager
+    def asking(self, requests: int) -> Iterator[None]:
         """Wait until so many requests more are polite, and say that they begin."""
         _rest(self.times[requests - 1] + self.minute - time.monotonic())
-        self.times.extend([time.monotonic()] * requests)
         self.say(asking=True)
+        try:
+            yield
+        finally:
+            self.times.extend([time.monotonic()] * requests)
 
     def look(self) -> bool:
         """Ask for what is new; False when the run has ended and all of it is known."""
         if self.run is None:
-            self._connect()
+            import wandb
+
+            with self.asking(4):  # who asks, their entity, the run, its statistics
+                run = wandb.Api(timeout=TIMEOUT).run(self.path)
+                self._statistics(run.history(samples=1000, pandas=False, stream="system"))
+            self.run = run
         else:
-            self.ask(1)
-            self.run.load(force=True)
+            with self.asking(1):
+                self.run.load(force=True)
         run, before = self.run, self.last_step
-        newest, total = int(run.summary_metrics.get("_step", -1)), run.historyLineCount
-        if newest > before:
-            self._history(newest)
+        total, last = run.historyLineCount, (run.historyKeys or {}).get("lastStep", -1)
+        if last > before:
+            self._history(last)
         self._statistics([run.system_metrics])
         sampled = f"sampled {self.rows:,} of {total:,} rows" if self.rows < total else ""
         self.say(state=run.state, sampled=sampled, config=run.config, summary=run.summary_metrics)
         return run.state == "running" or self.last_step > before
 
-    def _connect(self) -> None:
-        import wandb
-
-        self.ask(4)  # who asks, their entity, the run, its system metrics
-        run = wandb.Api(timeout=TIMEOUT).run(self.path)
-        self._statistics(run.history(samples=1000, pandas=False, stream="system"))
-        self.run = run
-
-    def _history(self, newest: int) -> None:
-        """All rows since the last ones in one page, or if they are too many, or no page has them, a sample."""
-        rows: list[dict[str, Any]] = []
-        if self.last_step >= 0 and newest - self.last_step <= SAMPLE:
-            self.ask(3)
-            start = int(self.last_step) + 1
-            rows = list(self.run.scan_history(min_step=start, page_size=newest + 1 - start))
-        if not rows:  # it may be empty while a run is active (github.com/wandb/wandb/issues/12067)
-            self.ask(1)
-            sample = self.run.history(samples=SAMPLE, pandas=False)
+    def _history(self, last: int) -> None:
+        """All rows behind the last one known, in one page; a sample if they are too many, or no page has them."""
+        rows: list[Said] = []
+        if self.pages and self.last_step >= 0 and last - self.last_step <= SAMPLE:
+            self.pages = False  # where it fails, the next look takes a sample
+            span = {"min_step": self.last_step + 1, "max_step": last + 1, "page_size": last - self.last_step}
+            with self.asking(3):
+                rows = list(self.run.scan_history(**span))
+            self.pages = True
+        if not rows:  # a page may be empty while a run is active (github.com/wandb/wandb/issues/12067)
+            with self.asking(1):
+                sample = self.run.history(samples=SAMPLE, pandas=False)
             rows = [row for row in sample if row["_step"] > self.last_step]
         for names, group in groupby((dict(_flat(row)) for row in rows), key=sorted):
             parts = list(group)
             for start in range(0, len(parts), 500):
                 self.say(rows={name: [row[name] for row in parts[start : start + 500]] for name in names})
         self.rows += len(rows)
-        self.last_step = max([newest, *(row["_step"] for row in rows)])
+        self.last_step = max([last, *(row["_step"] for row in rows)])
 
-    def _statistics(self, samples: list[dict[str, Any]]) -> None:
+    def _statistics(self, samples: list[Said]) -> None:
         new = [sample for sample in samples if sample.get("_timestamp", 0) > self.last_sample]
         if new:
             self.last_sample = new[-1]["_timestamp"]
-            told = [{name.removeprefix("system."): value for name, value in sample.items()} for sample in new]
-            self.say(statistics=told, host=getattr(self.run, "host", None) or "node")
+            self.say(statistics=[{name.removeprefix("system."): v for name, v in one.items()} for one in new])
 
 
-def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(row: Said, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(name, JSON text) of each value; nested names are joined by dots, as in the log."""
     for name, value in row.items():
         if isinstance(value, dict):
@@ -177,7 +181,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _rest(seconds: float) -> None:
-    """Wait; when the process that listens is gone, so that its end of the pipe is closed, end as well."""
+    """Wait; end if the reader is gone, so that its end of the pipe is closed."""
     if select.select([sys.stdin], [], [], max(0.0, seconds))[0]:
         sys.exit()
 
@@ -192,7 +196,7 @@ def main(path: str, minute: str) -> None:
         try:
             more = asker.look()
         except Exception as error:
-            asker.say(problem=_sentence(error))
+            asker.say(trouble=_sentence(error))
             asker.times.append(time.monotonic())  # it was tried twice
             pause *= PER_MINUTE if "429" in str(error) or "respond in time" in str(error) else 2
         _rest(pause * more)
@@ -206,11 +210,10 @@ def sync(place: str | Path | Run, echo: Callable[[str], None] = print) -> None:
     logs = find_logs(place.path if isinstance(place, Run) else Path(place))
     if not logs:
         raise InputError(f"{place} holds no W&B log to sync.")
-    folders = [str(log.parent) for log in logs if log.stem == logs[-1].stem]
-    kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
-    command = [sys.executable, "-m", "wandb", "sync", *folders]
-    line = ""
-    with subprocess.Popen(command, env=kept, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    folders = [str(log.parent) for log in logs if log.name == logs[-1].name]
+    command, line = [sys.executable, "-m", "wandb", "sync", *folders], ""
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(command, env=_environment(), text=True, stdout=pipe, stderr=out) as process:
         for line in process.stdout or ():
             echo(line.rstrip())
     if process.returncode:

@@ -44,7 +44,7 @@ class Meeting:
         """The head's part: wait for all, compare, and tell all the port. Raises Failed."""
         guests, found = [], {self.hosts[0]: mine}
         with contextlib.ExitStack() as open_:
-            server = open_.enter_context(self._listen())
+            self.server = server = self._listen()
             port, end = int(server.getsockname()[1]), time.monotonic() + self.patience + 5  # guests complain first
             while len(found) < len(self.hosts) and (left := end - time.monotonic()) > 0:
                 server.settimeout(left)
@@ -60,16 +60,24 @@ class Meeting:
             for guest in guests:
                 with contextlib.suppress(OSError):  # it has gone
                     guest.sendall(f"{code or port}\n".encode())
+        # The port stays taken, so that no other job gets it before the launcher, whom SO_REUSEADDR lets in.
+        server.shutdown(socket.SHUT_RDWR)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if code:
             raise Failed(code, reason)
         return port
 
     def _listen(self) -> socket.socket:
-        both = socket.has_dualstack_ipv6()
         for port in self.ports:
-            with contextlib.suppress(OSError):
-                kind = socket.AF_INET6 if both else socket.AF_INET
-                return socket.create_server(("", port), family=kind, dualstack_ipv6=both)
+            server = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+            try:
+                if server.family == socket.AF_INET6:
+                    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                server.bind(("", port))
+                server.listen(len(self.hosts))
+                return server
+            except OSError:
+                server.close()
         raise Failed(MISSING, f"Ports {self.ports[0]} to {self.ports[-1]} are all in use: submit the run again.")
 
     def _judge(self, found: dict[str, dict[str, str]]) -> tuple[int, str]:

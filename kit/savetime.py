@@ -17,10 +17,10 @@ from kit.loadtime import join, mount, report, run_ranks
 
 @dataclass(frozen=True)
 class SaveTime:
-    """One method's medians over fresh runs, with (least, most), of the slowest rank.
+    """One method's times over fresh runs, of the slowest rank, each as (median, least, most).
 
-    blocked_s: training waits. done_s: every byte is with the kernel, or on disk. durable_s: on disk (fsync), timed from
-    the beginning; gb_s counts the state's bytes, once, to durable_s.
+    blocked_s: training waits. done_s: every byte is with the kernel, or on disk. durable_s: on disk (fsync); all from
+    the beginning. gb_s counts the state's bytes, once, to durable_s.
     """
 
     method: str
@@ -28,12 +28,9 @@ class SaveTime:
     ranks: int
     samples: int
     gb: float
-    blocked_s: float
-    blocked_range_s: tuple[float, float]
-    done_s: float
-    done_range_s: tuple[float, float]
-    durable_s: float
-    durable_range_s: tuple[float, float]
+    blocked_s: tuple[float, float, float]
+    done_s: tuple[float, float, float]
+    durable_s: tuple[float, float, float]
     gb_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,12 +56,12 @@ def time_save(
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as scratch:
                 rows = run_ranks(("-m", "kit.savetime", method, scratch, str(gb)), ranks, launcher)
             samples.append([max(row[key] for row in rows) for key in ("blocked", "done", "durable")])
-    return [_save_time(method, mount(folder), ranks, gb, samples) for method, samples in taken.items()]
-
-
-def _save_time(method: str, where: str, ranks: int, gb: float, samples: list[list[float]]) -> SaveTime:
-    blocked, done, durable = ((statistics.median(s), (min(s), max(s))) for s in zip(*samples, strict=True))
-    return SaveTime(method, where, ranks, len(samples), gb, *blocked, *done, *durable, gb / durable[0])
+    found = []
+    for method, samples in taken.items():
+        blocked, done, durable = ((statistics.median(s), min(s), max(s)) for s in zip(*samples, strict=True))
+        rate = gb / durable[0]
+        found.append(SaveTime(method, mount(folder), ranks, repeats, gb, blocked, done, durable, rate))
+    return found
 
 
 State = dict[str, Any]
@@ -97,12 +94,14 @@ def _dcp(fsync: bool, background: bool = False) -> Callable[[State, Path], Any]:
     """A file for each rank, as a sharded run writes it; the future of an asynchronous save."""
 
     def save(state: State, folder: Path) -> Any:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict_saver as saver
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-        writer, alone = dcp.FileSystemWriter(folder, sync_files=fsync), "RANK" not in os.environ  # type: ignore[attr-defined]
+        writer = FileSystemWriter(folder, sync_files=fsync)
         if background:
-            return dcp.async_save(state, storage_writer=writer)  # type: ignore[attr-defined]
-        return dcp.save(state, storage_writer=writer, no_dist=alone) and None  # type: ignore[attr-defined]
+            return saver.async_save(state, storage_writer=writer)
+        saver.save(state, storage_writer=writer, no_dist="RANK" not in os.environ)
+        return None
 
     return save
 
@@ -123,12 +122,12 @@ def _sample(method: str, folder: Path, gb: float) -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    rank, world = join()
+    _, world = join()
     if world == 1 and "async" in method:
         dist.init_process_group("gloo", init_method=f"file://{folder}/.group", rank=0, world_size=1)
     rows = max(1, round(gb * 1e9 / 64 / 4096 / 4 / world))
     mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
-    parts = [torch.full((rows, 4096), rank + n / 64) for n in range(64)]
+    parts = [torch.rand(rows, 4096) for _ in range(64)]
     state = {f"layers.{n}": DTensor.from_local(p, mesh, [Shard(0)]) if mesh else p for n, p in enumerate(parts)}
     if mesh:
         dist.barrier()

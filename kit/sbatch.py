@@ -41,15 +41,19 @@ record() {{  # NAME FACTS: state/NAME.<restart>.json
   printf '{{"job_id": "%s", "time": %s, %s}}\\n' "$KIT_JOB_ID" "$(date +%s)" "$2" > "$KIT_RUN/state/$file.new"
   mv "$KIT_RUN/state/$file.new" "$KIT_RUN/state/$file"
 }}
-finish() {{
-  rc=$?
-  kill "$heart" 2>/dev/null || true
-  record exit "\\"exit_code\\": $rc, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{reason//[\\"\\\\]/}}\\""
+leave() {{  # EXIT_CODE
+  record exit "\\"exit_code\\": $1, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{reason//[\\"\\\\]/}}\\""
 }}
+finish() {{ rc=$?; kill "$heart" 2>/dev/null || true; leave "$rc"; }}
 caught="" step="" heart="" reason=""
 rm -f "$KIT_RUN/state/stop" "$KIT_RUN/state/saved"
 trap finish EXIT
-stop() {{ caught=$1; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }}
+stop() {{  # SIGNAL: KILL may follow before the step has ended, so this end is written down now
+  caught=$1
+  [ -n "$step" ] || exit 143
+  leave 143
+  kill -TERM "$step" 2>/dev/null || true
+}}
 trap 'stop TERM' TERM
 trap 'stop INT' INT
 # Slurm's warning. srun would hand it to every process of the step, accelerate's launcher among them, and end it: a file
@@ -97,6 +101,7 @@ if [ -n "$saved" ] || {{ [ "$why" = preempted ] && [ ! -e "$KIT_RUN/state/result
   rc=75  # EX_TEMPFAIL: to be tried again
   reason="$why${{saved:+, saved $saved}}"
   if [[ $why != *" from outside" && $why != "asked to stop" && $now == *" JobState=RUNNING "* ]]; then
+    trap '' TERM  # which is what comes of it
     if said=$(scontrol requeue "$job" 2>&1); then
       reason+=", requeued"
     else

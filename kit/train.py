@@ -1,5 +1,6 @@
 """Training: the job's side, started on every rank by `accelerate launch -m kit.train RUN_FOLDER`."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,25 +16,24 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import broadcast_object_list, reduce
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.integrations import WandbCallback
 from trl import SFTConfig, SFTTrainer
 
-import wandb
 from kit import checkpoint, files, model
 from kit.data import Dataset
-from kit.encode import IGNORE
 from kit.errors import KitError
+from kit.isolation import check_isolation, collate, count_tokens
 from kit.recipe import Recipe
 from kit.run import Run
 
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.is_available()
-PAD_TO = 64  # tokens; few distinct lengths, so that kernels are compiled once and the allocator reuses its blocks
 
 
 def enable_cpu_fsdp() -> None:
@@ -48,31 +48,6 @@ def enable_cpu_fsdp() -> None:
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = init
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows to (batch, length) tensors. Positions restart at each document and there is no mask.
-
-    So documents do not see each other: transformers derives the blocks from the positions, and a two-dimensional mask
-    would switch that off. A padding token has position 0, a document of its own.
-    """
-
-    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        whole = pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=fill)
-        return torch.nn.functional.pad(whole, (0, -whole.shape[1] % PAD_TO), value=fill)
-
-    positions = [[i for length in row["seq_lengths"] for i in range(length)] for row in rows]
-    return {
-        "input_ids": padded([row["input_ids"] for row in rows], 0),
-        "labels": padded([row["labels"] for row in rows], IGNORE),
-        "position_ids": padded(positions, 0),
-    }
-
-
-def count_tokens(positions: torch.Tensor) -> torch.Tensor:
-    """Tokens that are no padding: a padding token has position 0 and no position 1 after it."""
-    starts = (positions[:, :-1] == 0) & (positions[:, 1:] == 1)
-    return (positions > 0).sum() + starts.sum()
 
 
 class Trainer(SFTTrainer):  # type: ignore[misc]
@@ -100,6 +75,18 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         elif "eval_runtime" in logs and hasattr(self, "last_log"):  # evaluation is no part of the pace
             self.last_log = (before + logs["eval_runtime"], at_step, tokens_then)
         super().log(logs, start_time)
+
+
+class Rows(WandbCallback):  # type: ignore[misc]
+    """Rows for W&B. Its service may end, as by Slurm's SIGTERM to all processes of a step: training goes on without."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One row; the checkpoint's trainer_state.json holds it too."""
+        try:
+            super().on_log(args, state, control, **kwargs)
+        except Exception:
+            traceback.print_exc()
+            self._wandb = None
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]
@@ -188,7 +175,7 @@ def settings(path: Path, recipe: Recipe, steps: int) -> SFTConfig:
     s = recipe.schedule
     plain_checkpointing = recipe.parallel.activation_checkpointing and not is_sharded(recipe)
     return SFTConfig(
-        output_dir=str(path / "checkpoints"), run_name=path.name, report_to=["wandb"], disable_tqdm=True,
+        output_dir=str(path / "checkpoints"), run_name=path.name, report_to="none", disable_tqdm=True,
         max_steps=steps, per_device_train_batch_size=s.micro_batch, per_device_eval_batch_size=s.eval_batch,
         gradient_accumulation_steps=s.grad_accum, optim=s.optimizer, learning_rate=s.lr, weight_decay=s.weight_decay,
         lr_scheduler_type=s.scheduler, warmup_steps=math.ceil(s.warmup_ratio * steps), seed=s.seed,
@@ -213,35 +200,6 @@ def load_base(recipe: Recipe) -> Any:
     """The base model: in the recipe's dtype on GPUs, in fp32 on CPUs."""
     dtype = getattr(torch, recipe.model.dtype) if ON_GPU else torch.float32
     return model.load_model(recipe.model.name, dtype, recipe.model.attention, recipe.schedule.seed)
-
-
-def check_isolation(recipe: Recipe) -> float:
-    """How much of one packed document leaks into the next, as a share; raises KitError where it is more than rounding.
-
-    Measured on one layer of each kind of the model, with random weights and the recipe's attention: whether documents
-    are kept apart is a matter of code, not of weights. 1 is what plain causal attention over both lets through; 1e-4
-    is allowed in fp32, 0.05 in 16 bits, whose unit roundoff is 2^-8.
-    """
-    config = AutoConfig.from_pretrained(model.source(recipe.model.name)).get_text_config()
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    small = {"num_hidden_layers": len(kinds) or 1, "vocab_size": 256, "intermediate_size": 256, "pad_token_id": None}
-    config.update(small | ({"layer_types": kinds} if kinds else {}))
-    dtype, n = getattr(torch, recipe.model.dtype) if ON_GPU else torch.float32, 48
-    first, second = torch.randint(256, (2, n), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [(first + second, [n, n]), (first + second, [2 * n]), (second, [n])]
-    batch = collate([{"input_ids": ids, "labels": ids, "seq_lengths": lengths} for ids, lengths in rows])
-    with torch.random.fork_rng(), torch.device("cuda" if ON_GPU else "cpu") as device, torch.no_grad():
-        torch.manual_seed(0)
-        probe = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=recipe.model.attention).eval()
-        given = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
-        packed, causal, alone = probe(**given, use_cache=False).logits.float()
-    leak = (packed[n : 2 * n] - alone[:n]).abs().max() / (causal[n : 2 * n] - alone[:n]).abs().max()
-    if not leak < (1e-4 if dtype == torch.float32 else 0.05):
-        raise KitError(
-            f"With model.attention {recipe.model.attention}, packed documents of {recipe.model.name} see each other: "
-            f"{leak:.0%} of what causal attention lets through. Set model.attention to sdpa, or data.packing to false."
-        )
-    return float(leak)
 
 
 def build_trainer(
@@ -283,6 +241,7 @@ def train(run: Run, watcher: Watcher) -> None:
         AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
         load_base(recipe),
     )
+    trainer.add_callback(Rows())
     trainer.add_callback(watcher)
     last = resume_point(run, watcher.say)
     trainer.args.eval_on_start = trainer.eval_dataset is not None and last is None
@@ -355,7 +314,8 @@ def main() -> int:
         enable_cpu_fsdp()
     try:
         train(run, watcher)
-        wandb.teardown()  # finish() may return before the log is on disk
+        with contextlib.suppress(OSError):  # its service has gone
+            wandb.teardown()  # finish() may return before the log is on disk
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except Exception as error:

@@ -71,12 +71,11 @@ def ask(runs: Iterable[Run]) -> str:
     Returns what stands in the way: Slurm's words where it does not answer, a full disk.
     """
     cases = [case for run in runs for case in _cases(run) if case.open]
-    away = [case for case in cases if not case.key.startswith("local-")]
-    seen = queue.Queue()
-    if away:
-        seen = queue.look(max(case.last("submit", "start", "exit", "cancel", "requeue")["time"] for case in away))
+    own = ("submit", "start", "exit", "cancel", "requeue")
+    news = [case.last(*own)["time"] for case in cases if not case.key.startswith("local-")]
+    seen = queue.look(max(news)) if news else queue.Queue()
     for case in cases:
-        case.facts = _seen(case, seen) if case in away else local.status(case.run)
+        case.facts = local.status(case.run) if case.key.startswith("local-") else _seen(case, seen)
     gone = [c.key for c in cases if "gone" in c.facts and seen.accounting and c.last("sacct")["time"] < seen.time]
     accounted = queue.accounted(gone)
     try:
@@ -146,7 +145,8 @@ def note_job(run: Run, job: str) -> None:
 @contextlib.contextmanager
 def _watched() -> Iterator[list[str]]:
     """The paths of runs that are watched, for one process at a time; what it changes in the list is kept."""
-    with queue.place("watched").open("a+") as stream:
+    (path := queue.place("watched")).parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
         paths = stream.read().split("\n")[:-1]

@@ -119,6 +119,27 @@ def test_a_log_and_its_folder_stand_for_the_run(tmp_path):
         assert metrics.source == "run-older.wandb"
 
 
+def test_a_run_that_is_renamed_goes_on(tmp_path):
+    settings = wandb.Settings(silent=True, x_disable_stats=True)
+    run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings)
+    run.log({"train/global_step": 5, "loss": 1.0})
+    run.log({"note": 1.0})
+    run.name = "another"
+    run.log({"note": 2.0})
+    run.finish()
+    wandb.teardown()
+    assert points(read(tmp_path), "note") == [(5, 1.0), (5, 2.0)]
+
+
+def test_a_segment_named_by_itself_shows_all_of_its_run(tmp_path):
+    log(tmp_path, [{"loss": 3.0, "train/global_step": 1}])
+    log(tmp_path, [{"loss": 2.0, "train/global_step": 2}])
+    first = sorted(tmp_path.rglob("run-abc.wandb"))[0]
+    metrics = read(first)
+    assert points(metrics, "loss") == [(1, 3.0), (2, 2.0)]
+    assert metrics.source == "run-abc.wandb"
+
+
 def test_config_and_summary_are_known(tmp_path):
     log(tmp_path, [{"loss": 3.0, "note": "a"}, {"loss": 2.0}])
     metrics = read(tmp_path)
@@ -195,6 +216,26 @@ def test_statistics_of_wandb_stand_in_where_no_node_is_sampled(tmp_path):
     while metrics.poll():
         pass
     assert {key[0] for key in metrics.series if isinstance(key, tuple)} == {"node1"}
+
+
+def test_logs_of_many_nodes_are_one_run(tmp_path):
+    for rank in (0, 1):
+        settings = wandb.Settings(
+            silent=True, x_stats_sampling_interval=0.3, x_label=f"node-{rank}", x_primary=rank == 0,
+        )  # fmt: skip
+        run = wandb.init(project="p", id="abc", mode="offline", dir=str(tmp_path / f"{rank}"), settings=settings)
+        if rank == 0:
+            run.log({"loss": 1.0})
+        time.sleep(1.2)
+        run.finish(exit_code=3 * (1 - rank))
+        wandb.teardown()
+    (tmp_path / "0" / "wandb").rename(tmp_path / "wandb")
+    for folder in (tmp_path / "1" / "wandb").glob("offline-run-*"):
+        folder.rename(tmp_path / "wandb" / folder.name)
+    metrics = read(tmp_path)
+    assert {key[0] for key in metrics.series if isinstance(key, tuple)} == {"node-0", "node-1"}
+    assert points(metrics, "loss") == [(0, 1.0)]
+    assert metrics.exit_code == 3  # of the node that logs rows
 
 
 def test_a_file_that_is_no_log_is_named_and_the_rest_is_read(tmp_path):

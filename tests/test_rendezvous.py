@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import socket
@@ -20,7 +21,8 @@ def meeting(node=0, hosts="node1 node2", job=None, address="127.0.0.1", patience
     return Meeting(here | more, patience)
 
 
-def gather(*who):
+@contextlib.contextmanager
+def gathered(*who):
     """What each (meeting, facts) ended with: a port, or Failed."""
     ends = [None] * len(who)
 
@@ -35,14 +37,23 @@ def gather(*who):
         thread.start()
     for thread in threads:
         thread.join()
-    return ends
+    yield ends
+    for one, _ in who:
+        if not one.node:
+            one.server.close()
 
 
-def test_all_nodes_hear_one_port_that_was_free_on_the_head():
+def test_all_nodes_hear_one_port_of_the_head_which_is_kept_for_the_launcher_alone():
+    from torch.distributed import TCPStore
+
     three = [meeting(node, "a b c") for node in range(3)]
-    ports = gather(*((one, SAME) for one in three))
-    assert len(set(ports)) == 1 and ports[0] in three[0].ports and 20000 <= ports[0] < 32768 + 16
-    socket.create_server(("", ports[0])).close()  # free again for the launcher
+    with gathered(*((one, SAME) for one in three)) as ports:
+        assert len(set(ports)) == 1 and ports[0] in three[0].ports and 20000 <= ports[0] < 32000
+        (other,) = gather((meeting(0, "a"), SAME))  # a job that begins just now
+        assert other != ports[0] and other in three[0].ports
+        store = TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False)
+        store.set("hello", "launcher")
+        assert store.get("hello") == b"launcher"
 
 
 def test_a_port_in_use_is_passed_over_whether_a_stranger_or_another_job_holds_it():
@@ -59,6 +70,11 @@ def test_a_port_in_use_is_passed_over_whether_a_stranger_or_another_job_holds_it
         stranger.settimeout(0.1)
         assert gather((head, SAME), (meeting(1, patience=5), SAME)) == [head.ports[2]] * 2
     assert guest.key == head.key != meeting(SLURM_RESTART_COUNT="1").key
+
+
+def gather(*who):
+    with gathered(*who) as ends:
+        return ends
 
 
 @pytest.mark.parametrize(

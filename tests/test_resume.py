@@ -148,6 +148,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
     wait_for(lambda: step(run) > int(saved.name.rpartition("-")[2]))
     slurm.requeue(run)
     assert said(run, "exit", 1)["signal"] == "TERM"
+    wait_for(lambda: slurm.state(run).state == "PENDING")
     half = run.path / "checkpoints" / "checkpoint-99"
     shutil.copytree(run.checkpoints()[-1], half)
     (half / "trainer_state.json").unlink()
@@ -155,7 +156,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
     said(run, "start", 2)
     before = step(run)
     wait_for(lambda: (run.path / "checkpoints" / "incomplete-99").exists() and step(run) != before)
-    urgent = ["sbatch", "--partition=gpu", "--nodes=2", "--cpus-per-task=5", "--output=/dev/null", "--wrap=sleep 1"]
+    urgent = ["sbatch", "--partition=gpu", "--nodes=2", "--cpus-per-task=7", "--output=/dev/null", "--wrap=sleep 1"]
     subprocess.run(urgent, check=True)
     third = said(run, "exit", 2)
     assert third["reason"].startswith("preempted, saved checkpoint-") and third["reason"].endswith(", requeued")

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ import pytest
 
 from kit import slurm
 from kit.errors import InputError
-from kit.run import Run
+from kit.run import Run, runs
 
 
 def ranks_of(run):
@@ -46,6 +47,31 @@ def test_a_run_is_found_by_folder_name_or_job_from_anywhere(recipe, local, tmp_p
     assert Run.attach(run.path).recipe == recipe
     with pytest.raises(InputError, match=r"No run '9': .* job id in "):
         Run.attach("9")
+
+
+def test_a_damaged_run_hides_no_other_and_says_what_is_wrong(recipe, local, tmp_path):
+    good, bad = (Run.create(recipe, local, tmp_path, "d") for _ in range(2))
+    good.note(job_id="4711")
+    (bad.path / "run.json").write_text("{")
+    assert Run.attach("4711") == good and [run.path for run in runs()] == [good.path]
+    with pytest.raises(InputError, match=r"run.json is not valid JSON"):
+        slurm.state(Run.attach(bad.path))
+
+
+def test_a_job_id_that_was_given_again_finds_the_newer_run(recipe, local, tmp_path):
+    old, new = (Run.create(recipe, local, tmp_path, "d") for _ in range(2))
+    for second, run in enumerate((old, new)):
+        run.note(job_id="7")
+        os.utime(run.path / "run.json", (second, second))
+    assert Run.attach("7") == new
+
+
+def test_a_run_of_ones_own_script_has_no_recipe_and_keeps_the_script_byte_for_byte(local):
+    script = "#!/bin/bash\n#SBATCH --time=5\necho $((1 + 1))\n"
+    run = Run.create_for_script(script, local, "mine")
+    assert (run.path / "job.sbatch").read_text() == script and run.cluster == local
+    with pytest.raises(InputError, match=r"has no recipe.toml: it runs a script of your own"):
+        run.recipe  # noqa: B018
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kit import slurm
-from kit.train import collate, count_tokens
+from kit.errors import KitError
+from kit.isolation import check_isolation, collate, count_tokens
 
 COMMON = {"schedule.max_steps": 6, "schedule.save_every": 0, "tuning.dropout": 0.0, "schedule.lr": 1e-3}
 ALONE = {"parallel.gpus_per_node": 1, "schedule.micro_batch": 2}
@@ -52,18 +53,26 @@ def test_positions_restart_at_each_document_and_padding_counts_for_nothing():
     assert count_tokens(batch["position_ids"]) == 6
 
 
-def test_packed_documents_do_not_see_each_other(tiny):
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(recipe, attention):
+    assert check_isolation(recipe.override(**{"model.attention": attention})) < 1e-6
 
-    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="sdpa").eval()
-    batch = collate(rows())
-    with torch.no_grad():
-        packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        alone = model(input_ids=torch.tensor([[7, 8]]), use_cache=False).logits
-        leaking = model(input_ids=torch.tensor([[5, 6, 7, 8]]), use_cache=False).logits
-    assert torch.allclose(packed[0, 2:4], alone[0], atol=1e-6)
-    assert not torch.allclose(leaking[0, 2:], alone[0], atol=1e-6)
-    assert torch.isfinite(packed).all()
+
+def test_the_proof_before_training_fails_where_documents_leak(recipe, monkeypatch):
+    def leaky(rows):
+        return collate([row | {"seq_lengths": [len(row["input_ids"])]} for row in rows])
+
+    monkeypatch.setattr("kit.isolation.collate", leaky)
+    with pytest.raises(KitError, match=r"model\.attention sdpa, packed documents of .*tiny.* see each other: 100% of"):
+        check_isolation(recipe)
+
+
+def test_the_proof_leaves_no_trace_in_the_random_numbers(recipe):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    check_isolation(recipe)
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.slow
