@@ -80,7 +80,7 @@ def time_load(
     path: Path | Sequence[Path], methods: Sequence[str] | None = None, cold: bool = False, repeats: int = 3,
     ranks: Sequence[int] = (1,), device: str = "cpu", launcher: Sequence[str] = (),
 ) -> list[LoadTime]:  # fmt: skip
-    """Loads of one or more paths, all methods and rank counts in turn in each round; None is every method that differs.
+    """Loads of one or more paths, the methods and rank counts in turn in each round; None is all methods that differ.
 
     launcher starts the ranks of other nodes too: ("srun", "-N2", "-n16") with MASTER_ADDR set and ranks=(16,).
     Client-cold means that this machine's page cache was empty; a file server or a hypervisor may still hold the bytes.

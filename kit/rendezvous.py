@@ -60,9 +60,7 @@ class Meeting:
             for guest in guests:
                 with contextlib.suppress(OSError):  # it has gone
                     guest.sendall(f"{code or port}\n".encode())
-        # The port stays taken, so that no other job gets it before the launcher, whom SO_REUSEADDR lets in.
-        server.shutdown(socket.SHUT_RDWR)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.shutdown(socket.SHUT_RDWR)  # the port stays taken: no other job gets it before the launcher
         if code:
             raise Failed(code, reason)
         return port
@@ -74,6 +72,8 @@ class Meeting:
                 if server.family == socket.AF_INET6:
                     server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
                 server.bind(("", port))
+                # After bind, so that it goes to a port that is wholly free, and the launcher, which sets it, is let in.
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 server.listen(len(self.hosts))
                 return server
             except OSError:

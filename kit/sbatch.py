@@ -36,10 +36,10 @@ restart=${{SLURM_RESTART_COUNT:-0}}
 : "${{KIT_JOB_ID:=$SLURM_JOB_ID}}"  # the local runner has ids of its own
 
 # Evidence of how the job ended, whole or absent: accounting may be off and nobody may be watching.
-record() {{  # NAME FACTS: state/NAME.<restart>.json
-  local file=$1.$restart.json
-  printf '{{"job_id": "%s", "time": %s, %s}}\\n' "$KIT_JOB_ID" "$(date +%s)" "$2" > "$KIT_RUN/state/$file.new"
-  mv "$KIT_RUN/state/$file.new" "$KIT_RUN/state/$file"
+record() {{  # NAME FACTS: state/NAME.<restart>.json. Slurm's SIGTERM goes to every process, also to mv.
+  local file=$KIT_RUN/state/$1.$restart.json
+  printf '{{"job_id": "%s", "time": %(%s)T, %s}}\\n' "$KIT_JOB_ID" -1 "$2" > "$file.new"
+  (trap '' TERM && exec mv "$file.new" "$file")
 }}
 leave() {{  # EXIT_CODE
   record exit "\\"exit_code\\": $1, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{reason//[\\"\\\\]/}}\\""
@@ -87,6 +87,7 @@ while kill -0 "$step" 2>/dev/null; do  # a trap interrupts wait; the step may st
 done
 # Preempted, or told to stop and saved: the same job starts again, unless somebody ends it. A task of an array is named,
 # since the id of one of them is that of the whole array.
+finished() {{ [ "$KIT_RUN/state/result.json" -nt "$KIT_RUN/state/start.$restart.json" ]; }}
 step="" job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
 now=$(scontrol show job -o "$job" || true)
@@ -97,7 +98,7 @@ case $caught$now in
   USR2*) why="time limit near" ;;
   *) why="asked to stop" ;;
 esac
-if [ -n "$saved" ] || {{ [ "$why" = preempted ] && [ ! -e "$KIT_RUN/state/result.json" ]; }}; then
+if [ -n "$saved" ] || {{ [ "$why" = preempted ] && ! finished; }}; then
   rc=75  # EX_TEMPFAIL: to be tried again
   reason="$why${{saved:+, saved $saved}}"
   if [[ $why != *" from outside" && $why != "asked to stop" && $now == *" JobState=RUNNING "* ]]; then
@@ -111,7 +112,9 @@ if [ -n "$saved" ] || {{ [ "$why" = preempted ] && [ ! -e "$KIT_RUN/state/result
   echo "$reason"
   exit "$rc"
 fi
-if [ "$rc" -ne 0 ]; then
+if [ "$rc" -eq 0 ] && ! finished; then  # srun says 0 when a node fails
+  rc=1 reason="the training step ended without a result"
+elif [ "$rc" -ne 0 ]; then
   "$KIT_PYTHON" -m kit.evidence "$KIT_RUN" "$rc" || rc=$?  # names the dead rank; its exit code becomes the job's
 fi
 exit "$rc"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 
+import psutil
 import pytest
 
 from kit import slurm
@@ -80,6 +81,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
          {"told": signal.SIGTERM}, (75, "ended from outside, saved checkpoint-7", [])),
         ("exit 3", {}, (3, "", [])),
         ('echo {} > "$KIT_RUN/state/result.json"', {"record": PREEMPTED}, (0, "", [])),
+        ("exit 0", {}, (1, "the training step ended without a result", [])),
     ],
 )  # fmt: skip
 def test_a_job_starts_again_only_when_it_saved_or_was_preempted_and_nobody_ended_it(run, step, more, expected):
@@ -96,6 +98,16 @@ def test_a_job_that_never_reaches_a_new_checkpoint_does_not_start_for_ever(run):
     assert code == 1 and requeued == []
     assert reason.startswith("no new checkpoint in three starts: save more often")
     assert reason in run.log.read_text()
+
+
+def test_the_local_runner_starts_a_job_again_too(run):
+    script = f"export KIT_RUN={run.path}\necho start $SLURM_RESTART_COUNT\n"
+    script += "[ $SLURM_RESTART_COUNT -gt 1 ] || { scontrol requeue $SLURM_JOB_ID; exit 75; }\n"
+    (run.path / "job.sbatch").write_text(script)
+    run.note(job_id=None)
+    slurm.submit(run)
+    assert slurm.wait(run, timeout=30).state == "COMPLETED"
+    assert run.log.read_text().splitlines() == ["start 0", "start 1", "start 2"]
 
 
 def story(run):
@@ -170,20 +182,32 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
     assert "checkpoint-99 is not complete: put aside as incomplete-99" in run.log.read_text()
 
 
+def lose(root, node, run):
+    """Everything of a node ends at once, and Slurm takes it for dead."""
+    inside = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("KIT_RUN") == str(run.path)]
+    steps = {above for p in inside for above in p.parents() if above.name() == "slurmstepd"}
+    daemon = psutil.Process(int((root / "run" / f"slurmd-{node}.pid").read_text()))
+    for process in [daemon, *steps, *(below for one in steps for below in one.children(recursive=True))]:
+        process.kill()
+    scontrol("update", f"nodename={node}", "state=down", "reason=test")
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_run_survives_its_node_and_a_killed_rank_ends_it_with_the_cause(live_slurm, recipe, two_nodes):
     run = slurm.launch(recipe.override(**{"schedule.max_steps": 400, "schedule.save_every": 2}), two_nodes)
     wait_for(lambda: len(run.checkpoints()) > 1)
     lost = said(run, "start", 0)["nodes"]
-    scontrol("update", f"nodename={lost}", "state=down", "reason=test")
-    again = said(run, "start", 1)
-    assert again["nodes"] != lost and int(again["checkpoint"]) >= 2
-    wait_for(lambda: run.log.read_text().count("resuming from checkpoint-") == 1)
-    wait_for(lambda: step(run) > int(again["checkpoint"]))
-    ranks_of(run)[1].kill()
-    end = slurm.wait(run, timeout=100)
-    assert (end.state, end.exit_code, end.cause) == ("FAILED", 137, "rank 1 killed by signal 9")
+    lose(live_slurm, lost, run)
+    try:
+        again = said(run, "start", 1)
+        assert again["nodes"] != lost and int(again["checkpoint"]) >= 2
+        wait_for(lambda: step(run) > int(again["checkpoint"]) and "resuming from checkpoint-" in run.log.read_text())
+        ranks_of(run)[1].kill()
+        end = slurm.wait(run, timeout=100)
+        assert (end.state, end.exit_code, end.cause) == ("FAILED", 137, "rank 1 killed by signal 9")
+    finally:
+        subprocess.run(["slurmd", "-N", lost], env=os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin"}, check=True)
 
 
 @pytest.mark.slow
@@ -193,7 +217,8 @@ def test_slurm_itself_warns_the_script_near_the_time_limit(live_slurm, recipe, t
     script = render_script(run)
     assert "#SBATCH --signal=B:USR2@120\n" in script
     node = script[script.index("bash -c '") : script.index("' &\nstep=$!")]
-    stub = f'bash -c \'[ -e "$KIT_RUN/up" ] && exit 0\n{UP}{SAVES.replace("seq 50", "seq 600")}'
+    done = '[ -e "$KIT_RUN/up" ] && echo {} > "$KIT_RUN/state/result.json" && exit 0'
+    stub = f"bash -c '{done}\n{UP}{SAVES.replace('seq 50', 'seq 600')}"
     (run.path / "job.sbatch").write_text(script.replace(node, stub))
     slurm.submit(run)
     wait_for(lambda: (run.path / "up").exists())

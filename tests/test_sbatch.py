@@ -1,14 +1,20 @@
 import dataclasses
+import math
 import os
+import re
+import shlex
 import subprocess
+import sys
 
 import pytest
 import yaml
 
-from kit.cluster import Cluster
+from kit.cluster import Cluster, Container, Slurm
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.sbatch import render_accelerate, render_script
+from kit.sbatch import render_accelerate, render_script, warning_s
+from kit.timing import predict
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -46,23 +52,85 @@ def test_part_of_a_node_leaves_the_rest_to_others(tmp_path):
     assert "--exclusive" not in script
 
 
-def test_the_node_rank_is_read_on_the_node_and_the_port_comes_from_the_job(run):
+def test_each_node_meets_the_others_at_slurms_address_before_anything_runs(run):
     script = render_script(run)
     batch_side, node_side = script.split("bash -c '")
-    assert "SLURM_NODEID" not in batch_side and '--machine_rank "$SLURM_NODEID"' in node_side
-    assert (
-        "SLURM_JOB_ID % 12000" in batch_side
-        and "29500" not in script
-        and "localhost" not in batch_side.split("# The head")[1].split("\n", 1)[1]
-    )
+    assert f"exec {sys.executable} -m kit.rendezvous" in node_side and "SLURM_NODEID" not in batch_side
+    assert "export KIT_HOSTS KIT_ADDRESS" in batch_side and "NodeAddr=" in batch_side
+    assert "29500" not in script and not re.search("^[^#]*localhost", script, re.MULTILINE)
 
 
 def test_set_up_lines_may_read_unset_variables_and_the_rest_may_not(recipe, local, tmp_path):
     slurm = dataclasses.replace(local.slurm, setup=('echo "before[$NEVER_SET]"',))
     script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
-    setup = script.split('SLURM_JOB_NODELIST\\""\n\n')[1].split("# The head")[0]
+    setup = script[script.index("set +u") : script.index("# The head")]
     done = subprocess.run(["bash", "-c", f"set -u\n{setup}\necho $NEVER_SET"], capture_output=True, text=True)
     assert done.stdout == "before[]\n" and "NEVER_SET: unbound variable" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("30", 1800), ("2:30", 150), ("48:00:00", 172800), ("1-2", 93600), ("1-2:30", 95400), ("1-0:0:1", 86401),
+     ("", math.inf), ("UNLIMITED", math.inf)],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_sbatch_reads_it(limit, seconds):
+    """Source: sbatch(1), --time."""
+    assert Slurm(time=limit).limit_s == seconds
+
+
+def test_slurm_warns_in_time_for_two_steps_and_saves_and_never_before_half_of_the_limit(recipe, local, tmp_path):
+    def warned(job, cluster, limit):
+        slurm = dataclasses.replace(cluster.slurm, time=limit)
+        paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
+        run = Run.create(job, dataclasses.replace(cluster, slurm=slurm, paths=paths), tmp_path, "digest")
+        assert f"#SBATCH --signal=B:USR2@{warning_s(run)}\n" in render_script(run)
+        return warning_s(run)
+
+    assert warned(recipe, local, "") == warned(recipe, local, "1-0") == 120
+    assert warned(recipe, local, "1") == 30
+    job, cluster = big()
+    time = predict(job, cluster).time
+    assert time.step_range_s[1] > 60
+    slow = warned(job, cluster, "48:00:00")
+    assert slow >= 2 * (time.step_range_s[1] + time.evaluation_s)
+    assert warned(job, cluster, "2") == 60
+
+
+@pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
+def test_an_image_gets_what_the_ranks_read_and_write_under_the_same_paths(tmp_path, kind, tiny):
+    """On the rendered script alone: neither runtime is here. Options: NVIDIA/pyxis README; apptainer-exec(1)."""
+    job, cluster = big(**{"model.name": str(tiny)})
+    image = Container(kind=kind, image="/images/kit 1.sqsh", mounts=("/scratch:/tmp/big",))
+    slurm = dataclasses.replace(cluster.slurm, container=image)
+    paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
+    cluster = dataclasses.replace(cluster, slurm=slurm, paths=paths)
+    assert Cluster.load(write(tmp_path / "c.toml", cluster.toml())) == cluster
+    run = Run.create(job, cluster, tmp_path / "data", "digest")
+    script = render_script(run)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    words = shlex.split(script[script.index("srun --ntasks") : script.index(" &\nstep=$!")])
+    mounts = [str(run.path.parent), str(REPOSITORY), str(tmp_path / "data"), "/pool/hf_cache", str(tiny)]
+    mounts = ",".join([*(f"{m}:{m}" for m in mounts), "/scratch:/tmp/big"])
+    if kind == "pyxis":
+        assert words[3:5] == ["--container-image=/images/kit 1.sqsh", f"--container-mounts={mounts}"]
+        assert words[5].startswith("--container-env=") and "NCCL_SOCKET_IFNAME" in words[5]
+    else:
+        assert words[3:9] == ["apptainer", "exec", "--nv", "--bind", mounts, "/images/kit 1.sqsh"]
+    assert words[-3:-1] == ["bash", "-c"]
+    assert "exec python3 -m kit.rendezvous" in words[-1] and f"PYTHONPATH={REPOSITORY}" in words[-1]
+    assert "KIT_SOFTWARE" not in script  # what runs in the image need not run where the job is launched
+
+
+def test_another_interpreter_by_profile_runs_the_ranks_and_is_not_held_against_this_one(recipe, local, tmp_path):
+    slurm = dataclasses.replace(local.slurm, python="/shared/venv/bin/python", setup=("module load cuda",))
+    script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
+    assert "exec /shared/venv/bin/python -m kit.rendezvous" in script and "KIT_SOFTWARE" not in script
+    assert sys.executable not in script
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
 
 
 def test_rows_reach_the_disk_within_a_second(run):

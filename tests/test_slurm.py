@@ -168,9 +168,10 @@ def test_three_kernels_that_watch_500_jobs_ask_slurm_four_times_a_minute_at_most
     code += "run = Run.attach(sys.argv[1])\nwhile time.time() < end: state(run); time.sleep(1)"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(run.path)], env=environment) for _ in range(3)]
-    assert [kernel.wait() for kernel in kernels] == [0, 0, 0]
-    assert asked() - before <= 1  # in 15 s, by three kernels and the watcher
+    codes, more = [kernel.wait() for kernel in kernels], asked() - before
     slurm.cancel(run)
+    assert codes == [0, 0, 0]
+    assert more <= 2  # in half a minute at the most: squeue, and scontrol for what ended
     assert slurm.wait(run, timeout=60).state == "CANCELLED"
 
 
