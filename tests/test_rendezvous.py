@@ -1,6 +1,8 @@
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 
 import pytest
 
+from kit import slurm
 from kit.rendezvous import Failed, Meeting, facts, software
 from tests.conftest import REPOSITORY
 
@@ -131,3 +134,17 @@ def test_versions_are_true_and_cheap():
 
     assert found["torch"] == torch.__version__ == software()["torch"]
     assert not imported and seconds < 5
+
+
+@pytest.mark.slurm
+def test_a_job_whose_nodes_cannot_meet_ends_in_seconds_with_one_line(live_slurm, recipe, local):
+    cluster = dataclasses.replace(
+        local, nodes=dataclasses.replace(local.nodes, count=2), environment={"GLOO_SOCKET_IFNAME": "nope"},
+        slurm=dataclasses.replace(local.slurm, partition="gpu"),
+    )  # fmt: skip
+    run = slurm.launch(recipe.override(**{"parallel.nodes": 2, "parallel.gpus_per_node": 1}), cluster)
+    began = time.monotonic()
+    end = slurm.wait(run, timeout=60)
+    assert (end.state, end.exit_code) == ("FAILED", 42) and time.monotonic() - began < 30
+    said = re.findall(r"^\[rendezvous on .*$", run.log.read_text(), re.MULTILINE)
+    assert len(said) == 1 and said[0].startswith("[rendezvous on node1] node1 lacks GLOO_SOCKET_IFNAME=nope (it has lo")
