@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import getpass
+import math
 import re
 import subprocess
 import sys
@@ -111,9 +112,14 @@ def _seen(case: _Case, seen: queue.Queue) -> dict[str, Any]:
     row = rows.get(case.key)
     if row and row["Command"] == info.get("script", row["Command"]):  # else the id was given again, to another job
         return queue.facts(row)
-    if case.key in seen.left:
+    submitted = case.last("submit")["time"]
+    if trouble or seen.time < submitted:
+        return {}
+    # What ran and ended since it was submitted would still be remembered; a task cancelled while it waits is not.
+    young = seen.time < submitted + (seen.min_job_age or math.inf) and not case.last("start")["time"]
+    if case.key in seen.left or (young and not row):
         return {"state": "CANCELLED", "reason": "it left the queue before it started"}
-    return {} if trouble or seen.time < case.last("submit")["time"] else {"gone": True}
+    return {"gone": True}
 
 
 def _write(case: _Case) -> None:
