@@ -122,7 +122,9 @@ class Shape:
         if recipe.tuning.method == "full":
             return self.total
         self.targeted(modules := recipe.tuning.target_modules)
-        found = ((n, x) for n, layer in (*self.kinds, (1, self.outer)) for x in layer.targeted(modules))
+        found = [(n, x) for n, layer in (*self.kinds, (1, self.outer)) for x in layer.targeted(modules)]
+        if recipe.tuning.dropout and any(x.copies > 1 for _, x in found):
+            raise InputError(f"tuning.dropout must be 0: PEFT adapts the experts of {self.name} without it only.")
         return recipe.tuning.r * sum(n * len(x.names) * x.copies * (x.inputs + x.outputs) for n, x in found)
 
 

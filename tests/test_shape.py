@@ -30,8 +30,8 @@ LLAMA = {
 }  # fmt: skip
 
 
-def lora(model: str, *modules: str, r: int = 8) -> Recipe:
-    return Recipe("test", Model(model), Data("none"), Tuning(method="lora", r=r, target_modules=modules))
+def lora(model: str, *modules: str, r: int = 8, dropout: float = 0.0) -> Recipe:
+    return Recipe("test", Model(model), Data("none"), Tuning("lora", r, dropout=dropout, target_modules=modules))
 
 
 def text_part(name: str) -> dict[str, Any]:
@@ -84,6 +84,18 @@ def test_trainable_parameters_equal_those_that_peft_makes(name: str) -> None:
         adapted = peft.get_peft_model(model, settings)
         truth = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert shape_of(config, name).trainable(lora(name, *modules)) == truth
+
+
+def test_experts_are_adapted_without_dropout_only_as_peft_would_say_after_the_launch() -> None:
+    config = text_part("mistralai/Mixtral-8x7B-v0.1")
+    with pytest.raises(InputError, match="dropout must be 0"):
+        shape_of(config, "mine").trainable(lora("mine", "all-linear", dropout=0.05))
+    assert shape_of(config, "mine").trainable(lora("mine", "q_proj", dropout=0.05))
+    model = built(config | {"num_hidden_layers": 1})
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        pytest.importorskip("peft").get_peft_model(
+            model, pytest.importorskip("peft").LoraConfig(target_modules="all-linear", lora_dropout=0.05)
+        )
 
 
 def test_the_reference_model_has_its_published_size_and_adapter() -> None:
