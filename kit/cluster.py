@@ -1,16 +1,12 @@
 """Cluster: the machines. Nodes, GPUs, links, storage, Slurm settings and environment, from one TOML file."""
 
-import importlib.metadata
 import math
-import os
-import shutil
-import subprocess
-import sys
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import psutil
 import tomli_w
 
 from kit import schema
@@ -68,7 +64,8 @@ class Slurm:
     """What the job script asks for. gres is per node, as Slurm spells it.
 
     python is the interpreter on the nodes, in the image where there is one; else python3 there, and outside of an image
-    the one that launches.
+    the one that launches. "python" is the one of the conda environment or venv that the setup lines activate. env_file
+    names a file of NAME=VALUE lines with mode 600, such as tokens, that only the job reads.
     """
 
     partition: str = ""
@@ -78,6 +75,7 @@ class Slurm:
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     python: str = ""
+    env_file: str = ""
     container: Container = field(default_factory=Container)
 
     @property
@@ -136,93 +134,143 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about this machine or cluster, with how it was found; problem says what to do about it."""
+    """One fact about a machine or the cluster, with how it was found; problem says what to do about it.
+
+    facts: the same for programs. A name with a dot is a key of the profile, such as nodes.gpus.
+    """
 
     name: str
     value: str
     how: str
     problem: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """Records of `scontrol show -o`, one a line; a node's Reason comes last and may hold anything."""
+    found = []
+    for line in text.splitlines():
+        head, _, reason = line.partition(" Reason=")
+        pairs = re.findall(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", head)
+        found.append(dict(pairs) | {"Reason": reason.strip()})
+    return [record for record in found if len(record) > 1]
+
+
+def gpus_of(gres: str, kind: str = "") -> int:
+    """GPUs, of one kind if it is named, in Slurm's words for a node, such as gpu:h100:8(S:0-1),nvme:1."""
+    return sum(int(n) for k, n in re.findall(r"\bgpu(?::([^:,(]+))??:(\d+)", gres) if kind in ("", k))
 
 
 def detect(cluster: Cluster) -> list[Finding]:
-    """What is here now, each finding with how it was found, and where it disagrees with the profile."""
+    """What Slurm says of itself, its partitions and nodes, and where the profile disagrees; or that it is silent.
+
+    Formats: scontrol(1) of Slurm 20.11 to 25.05.
+    """
+    from kit.queue import command  # which imports this module
+
+    asked = "scontrol show config"
+    answer = command(*asked.split(), timeout=8)  # a controller that hangs costs clients 10 s a question
+    if answer.returncode:
+        # The second is said where Slurm's clients are installed and no cluster is.
+        absent = "not installed" in answer.stderr or "configuration source" in answer.stderr
+        todo = "" if absent and not cluster.slurm.partition else "look again when `scontrol ping` says UP"
+        return [Finding("Slurm", f"does not answer: {answer.stderr.strip().splitlines()[-1]}", asked, todo)]
+    config = dict(re.findall(r"^(\w+)\s*= (.*)$", answer.stdout, re.MULTILINE))
+    partitions, nodes = (records(command("scontrol", "show", kind, "-o").stdout) for kind in ("partition", "node"))
     return [
-        _python(),
-        *_slurm(cluster),
-        _gpus(cluster),
-        *_memory_and_cpus(cluster),
-        *_storage(cluster),
-        _network(cluster),
+        *_controller(config, cluster),
+        *_partitions(partitions, nodes, cluster),
+        *_nodes(partitions, nodes, cluster),
     ]
 
 
-def _say(*words: str) -> str:
-    """The command's output; empty where it is absent, fails or takes longer than 15 s."""
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=15, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+def _controller(config: dict[str, str], cluster: Cluster) -> list[Finding]:
+    how, version = "scontrol show config", config["SLURM_VERSION"]
+    release = tuple(int(part) for part in version.split(".")[:2])
+    # Sources: src/srun/opt.c of 22.05, 23.02 and 23.11; CHANGELOG of 24.05.
+    quirks = ["srun does not take over --cpus-per-task by itself"] if release in ((22, 5), (23, 2)) else []
+    quirks += ["squeue --json ignores filters"] if release < (24, 5) else []
+    age = config["MinJobAge"]
+    accounting = (
+        "off" if config["AccountingStorageType"].endswith("none") or not config["AccountingStorageType"] else "on"
+    )
+    limits = "enforced by cgroup" if "cgroup" in config["TaskPlugin"] else "not enforced"
+    memory = f"counted, {limits}" if "MEMORY" in config["SelectTypeParameters"].upper() else "not counted"
+    gres = "gpu" in config["GresTypes"]
+    lacks = "GresTypes has no gpu: GPUs cannot be asked for; set slurm.gres to nothing" if cluster.slurm.gres else ""
+    return [
+        Finding("Slurm", "; ".join([version, *quirks]), how),
+        Finding("accounting", f"{accounting}; an ended job is remembered for {age}", how),
+        Finding(
+            "scheduling", f"GPUs {'counted' if gres else 'not counted'}; memory {memory}; preemption "
+            f"{config['PreemptMode']}; requeue {'allowed' if config['JobRequeue'] == '1' else 'only with --requeue'}",
+            how, "" if gres else lacks,
+        ),
+    ]  # fmt: skip
 
 
-def _python() -> Finding:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
-    return Finding("python", f"{sys.version.split()[0]} with {versions}", sys.executable)
+UNFIT = {"DOWN", "DRAIN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "NOT_RESPONDING", "MAINT", "INVAL", "INVALID_REG"}
 
 
-def _slurm(cluster: Cluster) -> list[Finding]:
-    if not (version := _say("sinfo", "--version")) or not (lines := _say("sinfo", "-h", "-o", "%P|%D|%G|%l|%T")):
-        return [Finding("slurm", "none answers", "sinfo", "" if cluster.nodes.gpus == 0 else "jobs would run here")]
-    config = _say("scontrol", "show", "config")
-    accounting = "off" if "accounting_storage/none" in config else "on"
-    found = [
-        Finding("slurm", f"{version.removeprefix('slurm ')}, accounting {accounting}", "sinfo, scontrol show config")
-    ]
-    for line in lines.splitlines():
-        partition, nodes, gres, limit, state = line.split("|")
-        value = f"{nodes} nodes {state}, gres {gres}, time limit {limit}"
-        found.append(Finding(f"partition {partition.rstrip('*')}", value, "sinfo"))
-    wanted = cluster.slurm.partition
-    if wanted and wanted not in [f.name.removeprefix("partition ") for f in found]:
-        found.append(Finding("partition", wanted, "profile", f"Slurm has no partition {wanted}; set slurm.partition."))
+def fit(node: dict[str, str]) -> bool:
+    """Whether jobs can start on a node, now or when it is free; a star marks one that does not respond."""
+    return "*" not in node["State"] and not UNFIT & set(node["State"].split("+"))
+
+
+def _wanted(partitions: list[dict[str, str]], cluster: Cluster) -> str:
+    """The profile's partition, else the default one."""
+    default = [p["PartitionName"] for p in partitions if p["Default"] == "YES"]
+    return cluster.slurm.partition or next(iter(default), "")
+
+
+def _partitions(partitions: list[dict[str, str]], nodes: list[dict[str, str]], cluster: Cluster) -> list[Finding]:
+    how, found, wanted = "scontrol show partition", [], _wanted(partitions, cluster)
+    for one in partitions:
+        name, limit, most = one["PartitionName"], one["MaxTime"], one["MaxNodes"]
+        gres = Counter(n["Gres"] for n in nodes if name in n["Partitions"].split(","))
+        facts, problem = {}, ""
+        if name == wanted:
+            facts = {"slurm.partition": name} | ({"slurm.time": limit} if limit != "UNLIMITED" else {})
+            asked, allowed = cluster.slurm.limit_s, Slurm(time=limit).limit_s
+            if cluster.slurm.time and asked > allowed:
+                problem = f"slurm.time {cluster.slurm.time} is over its limit: set it to at most {limit}"
+        value = f"{one['State']}; {one['TotalNodes']} nodes: {one['Nodes']}; at most {most} a job; time limit {limit}, "
+        value += f"default {one['DefaultTime']}; gres {', '.join(f'{g} on {n}' for g, n in gres.items()) or 'none'}"
+        label = f"partition {name}" + (" (default)" if one["Default"] == "YES" else "")
+        found.append(Finding(label, value.replace("(null)", "none"), how, problem, facts))
+    if wanted not in (names := [one["PartitionName"] for one in partitions]):
+        problem = f"Slurm has no partition {wanted!r}: set slurm.partition to one of {', '.join(names)}"
+        found.append(Finding("partition", wanted or "none is the default", "profile", problem))
     return found
 
 
-def _gpus(cluster: Cluster) -> Finding:
-    names = _say("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
-    if not names:
-        return Finding("gpus", "none on this machine", "nvidia-smi")
-    wrong = cluster.nodes.gpus not in (0, len(names))
-    problem = f"the profile says {cluster.nodes.gpus}; set nodes.gpus" if wrong else ""
-    return Finding("gpus", f"{len(names)} x {names[0]}", "nvidia-smi", problem)
-
-
-def _memory_and_cpus(cluster: Cluster) -> list[Finding]:
-    ram, cpus = psutil.virtual_memory().total / 2**30, len(os.sched_getaffinity(0))
-    short = cluster.nodes.gpus == 0 and ram < cluster.nodes.ram_gib
-    problem = f"less than the profile's {cluster.nodes.ram_gib:g} GiB; set nodes.ram_gib" if short else ""
-    return [
-        Finding("memory", f"{ram:.1f} GiB", "psutil", problem),
-        Finding("cpus", f"{cpus} usable by this process", "sched_getaffinity"),
-    ]
-
-
-def _storage(cluster: Cluster) -> list[Finding]:
-    return [_mount("runs", cluster.paths.runs)] + [_mount(f"storage {n}", s.path) for n, s in cluster.storage.items()]
-
-
-def _mount(name: str, path: str) -> Finding:
-    """The file system of a path, or of its nearest existing parent."""
-    folder = next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.exists())
-    parts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
-    kind = max(parts, key=lambda p: len(p.mountpoint)).fstype if parts else "unknown"
-    free = shutil.disk_usage(folder).free / 1e9
-    problem = "" if os.access(folder, os.W_OK) else f"{folder} is not writable; set another path"
-    return Finding(name, f"{path}: {kind}, {free:,.0f} GB free", f"mount of {folder}", problem)
-
-
-def _network(cluster: Cluster) -> Finding:
-    up = {n: s for n, s in psutil.net_if_stats().items() if s.isup}
-    value = ", ".join(f"{n} ({s.speed} Mb/s)" if s.speed else n for n, s in up.items())
-    wanted = cluster.environment.get("NCCL_SOCKET_IFNAME") or cluster.environment.get("GLOO_SOCKET_IFNAME") or ""
-    here = not wanted or any(n.startswith(wanted.lstrip("=^")) for n in up)
-    return Finding("network", value, "psutil", "" if here else f"the profile's {wanted} is not up on this machine")
+def _nodes(partitions: list[dict[str, str]], nodes: list[dict[str, str]], cluster: Cluster) -> list[Finding]:
+    """Nodes of the wanted partition: those that can run jobs, by what they have, and each that cannot, with why."""
+    how, wanted = "scontrol show node", _wanted(partitions, cluster)
+    own = [n for n in nodes if wanted in n["Partitions"].split(",")]
+    kinds: dict[tuple[int, float, str], list[dict[str, str]]] = {}
+    for node in filter(fit, own):  # CPUEfctv, what jobs get of CPUTot, is there since 22.05
+        cpus, gib = int(node.get("CPUEfctv", node["CPUTot"])), round(int(node["RealMemory"]) / 1024, 1)
+        kinds.setdefault((cpus, gib, re.sub(r"\([^)]*\)", "", node["Gres"])), []).append(node)
+    found = []
+    for (cpus, gib, gres), some in kinds.items():
+        states = ", ".join(f"{n} {s}" for s, n in Counter(n["State"].lower() for n in some).items())
+        names = [n["NodeName"] for n in some[:8]] + ([f"{len(some) - 8} more"] if len(some) > 8 else [])
+        has = f"{cpus} CPUs, {gib:.0f} GiB, gres {gres or 'none'}"
+        found.append(Finding("nodes", f"{', '.join(names)}: {states}; {has} each", how))
+    found += [Finding(f"node {n['NodeName']}", f"{n['State']}: {n['Reason']}", how) for n in own if not fit(n)]
+    usable = sum(map(len, kinds.values()))
+    facts: dict[str, Any] = {"nodes.count": len(own), "usable": usable}
+    problem = f"the profile says {cluster.nodes.count}: lower nodes.count, or ask why nodes are out"
+    problem = problem if usable < cluster.nodes.count else ""
+    if kinds:
+        cpus, gib, gres = (min(column) for column in zip(*kinds, strict=True))
+        facts |= {"nodes.cpus": cpus, "nodes.ram_gib": gib, "nodes.gpus": gpus_of(gres)}
+        asked = re.fullmatch(r"gpu(?::([^:]+))??:(\d+)", cluster.slurm.gres)
+        if asked and max(gpus_of(g, asked[1] or "") for *_, g in kinds) < int(asked[2]):
+            problem = f"no node has {cluster.slurm.gres}: set slurm.gres to {gres or 'nothing'}"
+        elif asked:
+            gres = cluster.slurm.gres
+        facts |= {"slurm.gres": gres} if gpus_of(gres) else {}
+    found.append(Finding("node count", f"{usable} of {len(own)} can run jobs", how, problem, facts))
+    return found
