@@ -8,6 +8,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from kit.parameters import read_parameters
 
@@ -47,6 +48,14 @@ def test_it_opens_with_a_title(path: Path) -> None:
 
 
 @every_notebook
+def test_the_first_cell_says_what_it_needs_and_leaves_and_what_comes_next(path: Path) -> None:
+    words = cells(path)[0].source
+    assert re.search(r"^Needs: \w", words, re.MULTILINE) and re.search(r"\b[Ll]eaves\b", words)
+    if later := [p.name[:2] for p in NOTEBOOKS if p.name > path.name]:
+        assert re.search(rf"\bNext: [^.]*\b{later[0]}\b", words)
+
+
+@every_notebook
 def test_the_first_code_cell_is_the_only_parameters_cell(path: Path) -> None:
     tagged = [i for i, c in enumerate(cells(path, "code")) if "parameters" in c.metadata.get("tags", [])]
     assert tagged == [0]
@@ -75,7 +84,8 @@ def test_code_cells_are_short_and_define_nothing(path: Path) -> None:
     lengths = [len(source.splitlines()) for source in sources]
     assert max(lengths) <= 15 and statistics.median(lengths) <= 6, lengths
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    assert [n.name for s in sources for n in ast.walk(ast.parse(s)) if isinstance(n, definitions)] == []
+    plain = [TransformerManager().transform_cell(s) for s in sources]  # magics as calls
+    assert [n.name for s in plain for n in ast.walk(ast.parse(s)) if isinstance(n, definitions)] == []
 
 
 @every_notebook
