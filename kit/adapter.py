@@ -5,8 +5,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,36 +19,33 @@ from kit.weights import Weights
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's own names
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-_MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these change the base's weights before training
+_OWNED = re.compile(r"\.(lora_\w+|modules_to_save)\.(?!weight$|bias$)([^.]+)")  # by whom, in a full checkpoint
 
 
 def peft_name(key: str) -> str:
-    """The name that PEFT gives a tensor in its file, from a key in a checkpoint.
-
-    Wrapper names, the "model." of accelerate's {"model": state} and the adapter's name "default" go.
-    """
-    key = _WRAPPERS.sub("", key)
-    if key.startswith("model.base_model."):
-        key = key.removeprefix("model.")
-    key = key.replace(".modules_to_save.default.", ".")
-    key = re.sub(r"\.(lora_\w+)\.default(?=\.|$)", r".\1", key)
+    """PEFT's own name of a checkpoint's tensor: no wrappers, no "model." of accelerate's, no adapter's name."""
+    key = re.sub(r"^model\.(?=base_model\.)", "", _WRAPPERS.sub("", key))
+    key = _OWNED.sub(r".\1", key).replace(".modules_to_save.", ".")
     return key.removesuffix(".weight") if key.endswith("lora_magnitude_vector.weight") else key
 
 
-def export(source: Path, out: Path) -> Path:
+def export(source: Path, out: Path, name: str = "") -> Path:
     """A new folder with PEFT's two files from a checkpoint-N folder, or from a run's newest complete checkpoint.
 
-    Of DCP shards only the adapter's bytes are read. Raises KitError, and leaves nothing, where there is no adapter, a
-    tensor is missing, misshapen or not finite; warns where the adapter is untrained.
+    Of DCP shards only the adapter's bytes are read. `name` picks one of several adapters; the config of any but
+    "default" lies in a folder of that name, as PEFT saves it. Raises KitError, and leaves nothing, where there is no
+    adapter, a tensor is missing, misshapen or not finite; warns where the adapter is untrained.
     """
     source = _newest(Path(source))
-    if not (source / CONFIG).is_file():
-        raise KitError(f"{source} has no {CONFIG}; save the PEFT config there, as kit's training does.")
+    config = source / ("" if name == "default" else name) / CONFIG
+    if not config.is_file():
+        raise KitError(f"{config} is not there; save the PEFT config so, as kit's training does.")
     held = weights.weights(source)
     if held.faults:
         raise KitError(f"The adapter in {source} cannot be exported: {' '.join(held.faults)}")
-    names = _adapter_names(held, source)
-    _check(names, held, source / CONFIG)
+    settings, expected = files.read_json(config), _expected(config)
+    names = _adapter_names(held, source, name, expected or {})
+    _check(names, held, expected or _paired(names.values(), settings, settings["target_modules"]), source)
     tensors = {names[key]: tensor.contiguous() for key, tensor in weights.read(held, names)}
     bad, untrained = checkpoint.judge(tensors.items())
     if bad:
@@ -58,7 +54,7 @@ def export(source: Path, out: Path) -> Path:
         warnings.warn(f"{source}: {UNTRAINED}", stacklevel=2)
     with files.new_folder(Path(out)) as folder:
         _save(tensors, folder / WEIGHTS)
-        shutil.copyfile(source / CONFIG, folder / CONFIG)
+        shutil.copyfile(config, folder / CONFIG)
     return Path(out)
 
 
@@ -78,26 +74,26 @@ def _save(tensors: dict[str, Any], path: Path) -> None:
     path.chmod(files.umask_mode())  # safetensors writes 0600
 
 
-def _adapter_names(held: Weights, source: Path) -> dict[str, str]:
+def _adapter_names(held: Weights, source: Path, name: str, expected: dict[str, Any]) -> dict[str, str]:
     """{key in the checkpoint: PEFT's name}; all keys, or where the base lies there too, those of the adapter."""
-    with_base = any(".base_layer." in key for key in held.tensors)
-    keys = [k for k in held.tensors if not with_base or "lora_" in k or "modules_to_save" in k]
-    names = {key: peft_name(key) for key in keys}
-    if not any("lora_" in name for name in names.values()):
+    owners = {key: owned[2] if (owned := _OWNED.search(key)) else "" for key in held.tensors}
+    there = sorted(set(owners.values()) - {""})
+    if there and name not in there and (name or len(there) > 1):
+        raise KitError(f"{source} holds the adapters {', '.join(there)}; name one of them.")
+    owner = name or "".join(there)
+    names = {key: peft_name(key) for key in owners}
+    names = {k: n for k, n in names.items() if owners[k] == owner or (not owners[k] and (not there or n in expected))}
+    if not any("lora_" in n for n in names.values()):
         raise KitError(f"{source} holds no LoRA tensors among its {len(held.tensors)}: not an adapter's checkpoint.")
-    foreign = [n for n in names.values() if re.search(r"lora_[AB]\.(?!weight$|bias$)|modules_to_save\.", n)]
-    if foreign:
-        raise KitError(f"{source} holds an adapter with a name of its own ({foreign[0]}); only 'default' is exported.")
     if len(set(names.values())) < len(names):
         twice = next(n for n in names.values() if list(names.values()).count(n) > 1)
         raise KitError(f"{source}: two tensors would both be named {twice}, so nothing is exported.")
     return names
 
 
-def _check(names: dict[str, str], held: Weights, config: Path) -> None:
+def _check(names: dict[str, str], held: Weights, expected: dict[str, tuple[int, ...]], source: Path) -> None:
     """Raises KitError unless the tensors are those that PEFT would make for this config."""
     found = {name: held.tensors[key].shape for key, name in names.items()}
-    expected = _expected(config) or _paired(found, config)
     faults = {
         "missing": [n for n in expected if n not in found],
         "not expected": [n for n in found if n not in expected and "lora_" in n],  # PEFT may add embeddings
@@ -106,8 +102,8 @@ def _check(names: dict[str, str], held: Weights, config: Path) -> None:
     for fault, which in faults.items():
         if which:
             raise KitError(
-                f"{config.parent} holds {len(found)} adapter tensors, {len(expected)} were expected from {CONFIG}: "
-                f"{len(which)} {fault}, such as {which[0]}. Nothing is exported."
+                f"{source} holds {len(found)} adapter tensors, {len(expected)} were expected from {CONFIG}: "
+                f"{len(which)} {fault}, such as {which[0]}."
             )
 
 
@@ -117,14 +113,13 @@ def _expected(config: Path) -> dict[str, tuple[int, ...]] | None:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = PeftConfig.from_pretrained(config.parent)
-    base = _base_config(settings.base_model_name_or_path or "")
+    base = _base_config(files.read_json(config).get("base_model_name_or_path") or "")
     if not base:
         return None
-    settings.base_model_name_or_path = base
-    settings.init_lora_weights = False  # only shapes are asked
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.20 asks transformers 5.24 by an older name
+        warnings.simplefilter("ignore")  # of PEFT itself: a newer one's settings, an older name in transformers
+        settings = PeftConfig.from_pretrained(config.parent)
+        settings.base_model_name_or_path, settings.init_lora_weights = base, False  # only shapes are asked
         empty = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), settings)
     return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(empty).items()}
 
@@ -143,96 +138,152 @@ def _base_config(name: str) -> str:
     return str(Path(cached).parent) if isinstance(cached, str) else ""
 
 
-def _paired(found: dict[str, tuple[int, ...]], config: Path) -> dict[str, tuple[int, ...]]:
+def _paired(found: Iterable[str], config: dict[str, Any], targets: Any = None) -> dict[str, tuple[int, ...]]:
     """Without the base: an A for every B, a B for every A, each target module at least once; shapes unknown."""
     names = {n.replace("lora_A", "lora_B") for n in found} | {n.replace("lora_B", "lora_A") for n in found}
-    targets = files.read_json(config)["target_modules"]
-    for target in targets if isinstance(targets, list) else ():
-        if not any(f".{target}.lora_" in name for name in found):
-            names.add(f"{target}.lora_A.weight")
+    names |= {n.replace("lora_A.weight", "lora_magnitude_vector") for n in found if config.get("use_dora")}
+    listed = targets if isinstance(targets, list) else []
+    names |= {f"{t}.lora_A.weight" for t in listed if not any(f".{t}.lora_" in name for name in found)}
     return dict.fromkeys(names, ())
 
 
-@dataclass(frozen=True)
-class Update:
-    """What an adapter does to one tensor of the base."""
-
-    shape: tuple[int, ...]
-    apply: Callable[[Any], Any]
+Update = Callable[[Any], Any]  # the new values of a tensor from the base's; these may be overwritten
+Outputs = dict[str, dict[str, Update | None]]  # {the base's tensor: {the merged model's: update}}
+HEAD = "lm_head.weight"
+_TURNED = ("gpt2", "imagegpt", "openai-gpt")  # their Conv1D keeps weights as in x out (transformers.pytorch_utils)
+# Other starts, such as pissa, change the base before training.
+_VALUES = {"peft_type": ("lora",), "init_lora_weights": ("true", "false", "gaussian", "eva", "orthogonal")}
+# What a config may set: the sum needs it or does not see it. Anything else set changes what is merged.
+_KNOWN = re.compile(
+    r"(alpha|rank|layers)_pattern|auto_mapping|base_model_name_or_path|bias|eva_config|exclude_modules|fan_in_fan_out|"
+    r"inference_mode|init_lora_weights|layers_to_transform|lora_(alpha|dropout)|megatron_core|modules_to_save|"
+    r"peft_(type|version)|qalora_group_size|r|revision|target_modules|task_type|use_(dora|rslora)"
+)
 
 
 def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0) -> Path:
     """A model folder with W + scaling B A in fp32, cast back to the base's dtype, at most shard_gb (1e9) a file.
 
-    Holds one shard and the adapter in memory, never the base. Raises KitError for a base that does not fit the
-    adapter, for settings that are not merged here, and where the disk is too small; nothing is left then.
+    Holds one shard and the adapter in memory, never the base. Unties lm_head where the adapter changes one of the two.
+    Raises KitError for a base that does not fit the adapter, for settings that are not merged here, and where the disk
+    is too small; nothing is left then. Warns where the base goes by another name.
     """
-    updates, origin, out = _updates(Path(adapter)), Path(model.source(str(base))), Path(out)
+    adapter, origin, out = Path(adapter), Path(model.source(str(base))), Path(out)
+    config, settings = files.read_json(adapter / CONFIG), files.read_json(origin / "config.json")
+    _check_mergeable(config, adapter)
     held = weights.weights(origin)
     if held.format != "safetensors" or held.faults:
         raise KitError(f"{origin} cannot be merged into: {' '.join(held.faults) or 'it holds no safetensors files.'}")
-    _check_base(updates, held, origin)
+    _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings)
+    turned = bool(config.get("fan_in_fan_out")) or settings.get("model_type") in _TURNED
+    updates = _updates(adapter, config, origin, held, turned)
+    outputs = {name: {name: updates.get(name)} for name in held.tensors}
+    if (tied := _tied(held)) and (tied in updates or HEAD in updates):
+        outputs[tied][HEAD] = updates.get(HEAD)
+    need = sum(sizes := [held.tensors[source].bytes for source, made in outputs.items() for _ in made])
     out.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(out.parent).free) < held.bytes:
-        raise KitError(f"The merged model takes {held.bytes / 1e9:.1f} GB; {out.parent} has {free / 1e9:.1f} GB free.")
+    if (free := shutil.disk_usage(out.parent).free) < need:
+        raise KitError(f"The merged model takes {need / 1e9:.1f} GB; {out.parent} has {free / 1e9:.1f} GB free.")
     with files.new_folder(out) as folder:
-        _write_shards(updates, held, folder, shard_gb * 1e9)
+        _write_shards(_stream(outputs, held), list(_shards(sizes, shard_gb * 1e9)), need, folder)
         for path in origin.iterdir():
             if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
+        if len(sizes) > len(outputs):
+            files.write_json(folder / "config.json", settings | {"tie_word_embeddings": False})
     return out
 
 
-def _write_shards(updates: dict[str, Update], held: Weights, folder: Path, limit: float) -> None:
-    shards, stream = list(_shards(held, limit)), weights.read(held, held.tensors)
+def _write_shards(stream: Iterator[tuple[str, Any]], shards: list[int], size: int, folder: Path) -> None:
     where: dict[str, str] = {}
     for number, count in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = {n: updates[n].apply(t) if n in updates else t for n, t in islice(stream, count)}
+        tensors = dict(islice(stream, count))
         where |= dict.fromkeys(tensors, name)
         _save(tensors, folder / name)
         del tensors  # before the next shard is gathered
+    index = {"metadata": {"total_size": size}, "weight_map": where}
     if len(shards) > 1:
-        index = {"metadata": {"total_size": held.bytes}, "weight_map": where}
         files.write_json(folder / "model.safetensors.index.json", index)
 
 
-def _shards(held: Weights, limit: float) -> Iterator[int]:
+def _stream(outputs: Outputs, held: Weights) -> Iterator[tuple[str, Any]]:
+    for source, tensor in weights.read(held, held.tensors):
+        for name, update in outputs[source].items():
+            copy = tensor.clone() if len(outputs[source]) > 1 else tensor
+            yield name, update(copy) if update else copy
+
+
+def _shards(sizes: list[int], limit: float) -> Iterator[int]:
     """How many tensors go into each file, in the base's order."""
-    count, size = 0, 0
-    for entry in held.tensors.values():
-        if count and size + entry.bytes > limit:
+    count, total = 0, 0
+    for size in sizes:
+        if count and total + size > limit:
             yield count
-            count, size = 0, 0
-        count, size = count + 1, size + entry.bytes
+            count, total = 0, 0
+        count, total = count + 1, total + size
     yield count
 
 
-def _updates(adapter: Path) -> dict[str, Update]:
-    """{base tensor: update}."""
-    config = files.read_json(adapter / CONFIG)
-    _check_mergeable(config, adapter)
-    tensors = dict(weights.read(held := weights.weights(adapter), held.tensors))
-    updates = {}
+def _tied(held: Weights) -> str:
+    """The embedding that is lm_head too, if one is: transformers then saves one tensor for both."""
+    found = [n for n in held.tensors if n.endswith(("embed_tokens.weight", "wte.weight"))]
+    return found[0] if found and HEAD not in held.tensors else ""
+
+
+def _fit(origin: Path, held: Weights, name: str, *shapes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The base's own name of a tensor, and its shape. Raises KitError unless it is unquantised and of these shapes.
+
+    A bare model's file, as GPT-2's, lacks the first word of each name.
+    """
+    names = [name, name.partition(".")[2], _tied(held) if name == HEAD else ""]
+    found = next((n for n in names if n in held.tensors), None)
+    if found is None:
+        raise KitError(f"{origin} has no tensor {name}: another base than the adapter's.")
+    entry = held.tensors[found]
+    if entry.shape not in shapes or "float" not in entry.dtype or "8" in entry.dtype:
+        raise KitError(
+            f"{origin}: {found} is {entry.dtype} {list(entry.shape)}; the adapter needs an unquantised tensor of shape "
+            f"{list(shapes[0])}. Name the base that it was trained on."
+        )
+    return HEAD if name == HEAD else found, entry.shape
+
+
+def _updates(adapter: Path, config: dict[str, Any], origin: Path, held: Weights, turned: bool) -> dict[str, Update]:
+    """{base tensor: update}; `turned`: weights are in x out. Raises KitError for tensors that merging does not know."""
+    if (saved := weights.weights(adapter)).faults:
+        raise KitError(f"{adapter} cannot be merged: {' '.join(saved.faults)}")
+    _check({name: name for name in saved.tensors}, saved, _paired(saved.tensors, config), adapter)
+    tensors = {n.removeprefix("base_model.model."): t for n, t in weights.read(saved, saved.tensors)}
+    updates: dict[str, Update] = {}
     for name, tensor in tensors.items():
-        target = name.removeprefix("base_model.model.")
-        if "lora_" not in name:  # trained whole: modules_to_save, biases
-            updates[target] = Update(tuple(tensor.shape), partial(_replaced, tensor))
-        elif name.endswith(".lora_A.weight"):
-            b, module = tensors[name.replace("lora_A", "lora_B")], target.removesuffix(".lora_A.weight")
-            sum_ = partial(_added, tensor, b, _scaling(config, module, len(tensor)))
-            updates[f"{module}.weight"] = Update((b.shape[0], tensor.shape[1]), sum_)
-        elif not name.endswith(".lora_B.weight"):
+        module, lora, part = name.partition(".lora_")
+        magnitude = tensors.get(f"{module}.lora_magnitude_vector")
+        if part == "A.weight" or (part == "embedding_A" and magnitude is None):
+            other = tensors[f"{module}.lora_{part.replace('A', 'B')}"]
+            left, right = (other, tensor) if part == "A.weight" else (tensor.T, other.T)  # r x tokens, hidden x r
+            rows, columns = shape = (len(left), right.shape[1])
+            target, found = _fit(origin, held, f"{module}.weight", shape, shape[::-1])
+            turn = found != shape or (rows == columns and turned)
+            updates[target] = partial(_added, left, right, _scaling(config, module, len(right)), magnitude, turn)
+        elif not lora and not name.endswith(".base_layer.weight"):  # trained whole: modules_to_save, biases
+            target, _ = _fit(origin, held, name.replace(".base_layer.", "."), tuple(tensor.shape))
+            updates[target] = tensor.type_as  # in the base's dtype
+        elif lora and part not in ("B.weight", "embedding_B", "magnitude_vector"):
             raise KitError(f"{adapter}: merging knows no tensor like {name}; merge with PEFT's merge_and_unload.")
     return updates
 
 
-def _replaced(saved: Any, weight: Any) -> Any:
-    return saved.to(weight.dtype)
-
-
-def _added(a: Any, b: Any, scaling: float, weight: Any) -> Any:
-    return (b.float() @ a.float()).mul_(scaling).add_(weight).to(weight.dtype)  # one fp32 copy at a time
+def _added(left: Any, right: Any, scaling: float, magnitude: Any, turned: bool, weight: Any) -> Any:
+    """W + scaling B A, in place, in fp32 by blocks of rows; DoRA sets the norm of each row (arXiv 2402.09353)."""
+    rows_of, right = weight.T if turned else weight, right.float()
+    step = max(1, 2**24 // right.shape[1])  # 64 MiB of fp32
+    for part in (slice(start, start + step) for start in range(0, len(left), step)):
+        block = (left[part].float() @ right).mul_(scaling).add_(rows_of[part])
+        if magnitude is not None:
+            block.mul_((magnitude[part].float() / block.norm(dim=1))[:, None])
+        rows_of[part] = block
+    return weight
 
 
 def _scaling(config: dict[str, Any], module: str, r: int) -> float:
@@ -243,29 +294,24 @@ def _scaling(config: dict[str, Any], module: str, r: int) -> float:
 
 
 def _check_mergeable(config: dict[str, Any], adapter: Path) -> None:
-    start = str(config.get("init_lora_weights", True)).lower()
-    reason = {
-        f"peft_type {config.get('peft_type')}": config.get("peft_type") != "LORA",
-        "use_dora (a direction and a magnitude, not a sum)": config.get("use_dora"),
-        "fan_in_fan_out (weights stored transposed)": config.get("fan_in_fan_out"),
-        f"init_lora_weights {start} (it changes the base before training)": start.startswith(_MUTATING),
-    }
-    if found := [what for what, there in reason.items() if there]:
-        raise KitError(f"{adapter} is not merged here: {', '.join(found)}. Use it as an adapter, or PEFT's own merge.")
+    found = [key for key, value in config.items() if value and not _KNOWN.fullmatch(key)]
+    for key, values in _VALUES.items():
+        found += [f"{key} {config.get(key)}"] if str(config.get(key, True)).lower() not in values else []
+    if found:
+        raise KitError(f"{adapter} is not merged here: it sets {', '.join(found)}. Use PEFT's own merge.")
 
 
-def _check_base(updates: dict[str, Update], held: Weights, origin: Path) -> None:
-    for name, update in updates.items():
-        entry = held.tensors.get(name)
-        if entry is None:
-            raise KitError(f"{origin} has no tensor {name}: another base than the adapter's, or one tied to another.")
-        if entry.shape != update.shape or "float" not in entry.dtype or "8" in entry.dtype:
-            raise KitError(
-                f"{origin}: {name} is {entry.dtype} {list(entry.shape)}; the adapter needs an unquantised tensor of "
-                f"shape {list(update.shape)}. Name the base that it was trained on."
-            )
-        if "embed_tokens" in name and "lm_head.weight" not in held.tensors:
-            raise KitError(f"{origin} ties lm_head to {name}, which the adapter changes alone; merge with PEFT.")
+def _check_base(trained_on: str, base: str, origin: Path, settings: dict[str, Any]) -> None:
+    """Raises KitError where configs or hub ids tell two models apart; warns where only the folders' names differ."""
+    known, told = _base_config(trained_on), f"The adapter was trained on {trained_on}, not on {base}"
+    theirs = files.read_json(Path(known) / "config.json") if known else settings
+    if differs := [k for k in ("model_type", "hidden_size", "vocab_size") if theirs.get(k) != settings.get(k)]:
+        raise KitError(f"{told}, which has another {differs[0]}: {settings.get(differs[0])}.")
+    same = Path(trained_on).name.lower() == Path(base).name.lower() or (known and Path(known).samefile(origin))
+    if not same and not any(Path(name).exists() or name.count("/") != 1 for name in (trained_on, base)):
+        raise KitError(f"{told}. Name that base, or a folder that holds it.")
+    if not same:
+        warnings.warn(f"{told}; their shapes agree, their values cannot be compared.", stacklevel=3)
 
 
 def push(adapter: Path, repo: str) -> str:
@@ -274,8 +320,7 @@ def push(adapter: Path, repo: str) -> str:
 
     token = os.environ.get("HF_TOKEN")
     if not repo or not token:
-        missing = "a repository (owner/name)" if not repo else "HF_TOKEN to a token that may write"
-        raise KitError(f"Nothing was pushed: set {missing}.")
+        raise KitError(f"Nothing was pushed: set {'HF_TOKEN to a token that may write' if repo else 'a repository'}.")
     if problems := checkpoint.inspect(Path(adapter), values=True).problems:
         raise KitError(f"Nothing was pushed: {' '.join(problems)}")
     try:

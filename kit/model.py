@@ -106,22 +106,43 @@ def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
     return made.cpu()
 
 
-def answer(adapter: Path, prompt: str, tokens: int = 80) -> str:
-    """What the adapter's model replies to a prompt: greedy, at most `tokens` tokens, on a GPU where there is one."""
+def load_tuned(folder: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) of an adapter on its base, or of a merged model; on a GPU where there is one."""
     import torch
     from peft import PeftConfig, PeftModel
 
-    base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
-    tokenizer, on_gpu = load_tokenizer(base), torch.cuda.is_available()
+    on_gpu, adapted = torch.cuda.is_available(), (folder / "adapter_config.json").is_file()
+    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path if adapted else str(folder)
     loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32, "sdpa").to("cuda" if on_gpu else "cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.20 still reads it
-        tuned = PeftModel.from_pretrained(loaded, str(adapter)).eval()
-    asked = tokenizer.apply_chat_template(
+        tuned = PeftModel.from_pretrained(loaded, str(folder)) if adapted else loaded
+    return tuned.eval(), load_tokenizer(base)
+
+
+def _asked(tuned: Any, tokenizer: Any, prompt: str) -> Any:
+    return tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(tuned.device)
+
+
+def answer(folder: Path, prompt: str, tokens: int = 80) -> str:
+    """What an adapter's or a merged model replies to a prompt: greedy, at most `tokens` tokens."""
+    tuned, tokenizer = load_tuned(folder)
+    asked = _asked(tuned, tokenizer, prompt)
     made = tuned.generate(**asked, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return str(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def difference(adapter: Path, merged: Path, prompt: str) -> float:
+    """The largest difference of the two models' logits for a prompt, as a part of the largest logit."""
+    import torch
+
+    with torch.no_grad():
+        one, two = (
+            model(**_asked(model, words, prompt)).logits.float() for model, words in map(load_tuned, (adapter, merged))
+        )
+    return float((one - two).abs().max() / one.abs().max())
 
 
 def unpack_embedded(out: Path = files.REPOSITORY / EMBEDDED) -> Path:
