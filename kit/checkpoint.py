@@ -1,6 +1,8 @@
 """Checkpoints: what one holds, and whether it is whole."""
 
 import re
+import statistics
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -9,8 +11,12 @@ from typing import Any
 
 from kit import files
 from kit.errors import InputError
+from kit.interval import Plan
 from kit.interval import plan as plan
 from kit.interval import plan_for as plan_for
+from kit.metrics import Metrics
+from kit.run import Run
+from kit.series import Series
 from kit.weights import Weights, read, sharded, weights
 
 STATE = "trainer_state.json"  # the Trainer writes it last: without it the save did not finish
@@ -33,11 +39,14 @@ class Inspection:
         return asdict(self) | {"problems": list(self.problems)}
 
 
-def inspect(path: Path, values: bool = False) -> Inspection:
-    """What is there and what is wrong with it; `values` reads every tensor too. Raises InputError for no weights."""
+def inspect(path: Path, values: bool = False, world: int = 0) -> Inspection:
+    """What is there and what is wrong with it; `values` reads every tensor too, `world` is how many ranks saved.
+
+    Raises InputError for no weights, KitError for files that may not be read.
+    """
     path = Path(path)
     held = weights(path)
-    problems = [*_faults(path, held), *_hidden(held)]
+    problems = [*_faults(path, held, world), *_hidden(held)]
     if values and not held.faults:
         bad, untrained = judge(read(held, held.tensors))
         problems += [NOT_FINITE.format(len(bad), ", ".join(bad[:3]))] if bad else []
@@ -65,7 +74,7 @@ def judge(named: Iterable[tuple[str, Any]]) -> tuple[list[str], bool]:
     return bad, bool(outputs) and not any(outputs)
 
 
-def _faults(path: Path, held: Weights) -> Iterator[str]:
+def _faults(path: Path, held: Weights, world: int = 0) -> Iterator[str]:
     """What makes a checkpoint unfit to load or resume from."""
     yield from held.faults
     if not held.tensors:
@@ -74,9 +83,18 @@ def _faults(path: Path, held: Weights) -> Iterator[str]:
         yield f"{path} holds no LoRA tensors."
     if path.is_dir() and (re.fullmatch(r"checkpoint-\d+", path.name) or (path / STATE).exists()):
         yield from _step_faults(path)
-        for part in sorted(path.glob("optimizer_*/")):
+        parts, states = sorted(path.glob("optimizer_*/")), len(list(path.glob("rng_state*.pth")))
+        for part in parts:
             yield from sharded([part]).faults
-        yield from (f"{p} is empty." for p in sorted(path.iterdir()) if p.is_file() and not p.stat().st_size)
+        if not parts and not any(path.rglob("*optim*")):
+            yield f"{path} has no optimizer state, without which training would go on as if it had just begun."
+        if world and states != world:  # each rank writes its own, and none waits for the others
+            yield f"{path} holds the random state of {states} of {world} ranks."
+        for file in (p for p in sorted(path.iterdir()) if p.is_file()):
+            if not file.stat().st_size:
+                yield f"{file} is empty."
+            elif file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+                yield f"{file} is cut off, or no file of torch.save."
 
 
 def _step_faults(path: Path) -> Iterator[str]:
@@ -99,9 +117,26 @@ def _hidden(held: Weights) -> Iterator[str]:
             yield f"{path} has mode {mode & 0o777:04o}, which hides it from the group; chmod g+r it."
 
 
-def complete(path: Path) -> bool:
-    """Whether training may resume from this checkpoint-N folder. Mode bits do not count: its owner can read it."""
+def complete(path: Path, world: int = 0) -> bool:
+    """Whether training, on so many ranks, may resume from this checkpoint-N folder. Mode bits do not count.
+
+    Raises KitError where its files may not be read.
+    """
     try:
-        return (path / STATE).is_file() and not any(_faults(path, weights(path)))
+        return not any(_faults(path, weights(path), world)) and (path / STATE).is_file()
     except InputError:
         return False
+
+
+def save_blocks(run: Run) -> dict[int, float]:
+    """Seconds for which each save blocked training, by step, from the run's W&B log."""
+    metrics = Metrics(run.path)
+    while metrics.poll():
+        pass
+    blocks = metrics.series.get("train/save_blocked_s", Series.empty())
+    return dict(zip(map(int, blocks.steps), blocks.values, strict=True))
+
+
+def plan_for_run(run: Run) -> Plan:
+    """The plan for a run's recipe and cluster, by the median of what its saves have blocked training for."""
+    return plan_for(run.recipe, run.cluster, statistics.median(save_blocks(run).values() or [0]))

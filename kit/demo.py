@@ -29,7 +29,7 @@ def demo(out: Path, recipe: str = "demo", cluster: str = "local") -> int:
     _notebook("03_launch_run", out, what | where, again=_failed(out))
     run = _runs(out)[-1]
     _notebook("04_watch_run", out, {"run": str(run.path), "wait": True})
-    _notebook("05_time_checkpoints", out, {"run": str(run.path)})
+    _notebook("05_time_checkpoints", out, {"run": str(run.path), "merge_base": True})
     _notebook("06_compare_runs", out, {})
     _report(run, out, time.monotonic() - start)
     return 0

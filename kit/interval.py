@@ -29,8 +29,9 @@ IO_PATTERNS = {
 class Plan:
     """How often to save (seconds of work between saves), the bound that decided, and the storage a run takes (GB).
 
-    waste is the part of the time that ends up in no saved work; rule_s and rule_waste are those of the common rule
-    max(30 min, 20 writes); steps is the interval in optimizer steps, 0 where a step's time is not known.
+    write_s is until a save is on disk, blocked_s for how long training waits. waste is the part of the time that ends
+    up in no saved work; rule_s and rule_waste are those of the common rule max(30 min, 20 writes); steps is the
+    interval in optimizer steps, 0 where a step's time is not known.
     """
 
     interval_s: float
@@ -42,6 +43,7 @@ class Plan:
     waste: float
     rule_s: float
     rule_waste: float
+    blocked_s: float
     storage_gb: dict[str, float]
     restore_s: dict[str, float]
     problems: tuple[str, ...]
@@ -55,7 +57,8 @@ class Plan:
         steps = f" (save_every = {self.steps})" if self.steps else ""
         return [
             f"save every {self.interval_s / 60:,.0f} min of work{steps}: the {self.bound} bound won ({bounds})",
-            f"a save takes {self.write_s:.2g} s; one failure in {self.mtbf_h:,.0f} h; waste {self.waste:.2%}",
+            f"a save takes {self.write_s:.2g} s and blocks training for {self.blocked_s:.2g} s",
+            f"one failure in {self.mtbf_h:,.0f} h; waste {self.waste:.2%}",
             f"the rule max(30 min, 20 writes) would save every {self.rule_s / 60:,.0f} min: waste {self.rule_waste:.2%}"
             + ("; it loses more than the 30 min it promises" if self.rule_s > 1800 else ""),
             f"storage over the run's life, GB: {sizes}",
@@ -110,8 +113,8 @@ def plan(
     notice_s: from a signal that the job saves on to its end; where a write fits, neither the limit nor a preemption
     loses work. Rotation deletes after the new checkpoint is written, hence keep + 1; 20% of the volume stays free.
     """
-    write, noticed = checkpoint_gb / write_gb_s, notice_s >= checkpoint_gb / write_gb_s
-    cost, failures = blocked_s or write, gpus / (mtbf_gpu_h * 3600)
+    write = max(checkpoint_gb / write_gb_s, blocked_s)
+    noticed, cost, failures = notice_s >= write, blocked_s or write, gpus / (mtbf_gpu_h * 3600)
     preemptions = 1 / (preempted_h * 3600) if preempted_h and not noticed else 0
     mtbf, limit = 1 / (failures + preemptions), math.inf
     bound = "preemption" if preemptions > failures else "Young/Daly"
@@ -143,13 +146,16 @@ def plan(
     return Plan(
         interval, max(1, int(interval / step_s)) if step_s else 0, bound, bounds, write, mtbf / 3600,
         1 - useful(interval, cost, mtbf, restart_s, limit), rule,
-        1 - useful(rule, cost, mtbf, restart_s, limit), storage,
+        1 - useful(rule, cost, mtbf, restart_s, limit), cost, storage,
         {name: (checkpoint_gb + nodes * base_gb) / rate for name, rate in RESTORE_GB_S.items()}, tuple(problems), io,
     )  # fmt: skip
 
 
-def plan_for(recipe: Recipe, cluster: Cluster) -> Plan:
-    """The plan for a recipe on a cluster, from the forecast's sizes and the profile's storage and time limit."""
+def plan_for(recipe: Recipe, cluster: Cluster, blocked_s: float = 0) -> Plan:
+    """The plan for a recipe on a cluster, from the forecast's sizes and the profile's storage and time limit.
+
+    blocked_s: what a save of such a run has been seen to block training for, in seconds; 0 is not known.
+    """
     from kit.timing import disk_rate, predict
 
     forecast, p = predict(recipe, cluster), recipe.parallel
@@ -162,7 +168,7 @@ def plan_for(recipe: Recipe, cluster: Cluster) -> Plan:
         gb, disk_rate(cluster, cluster.paths.runs) / 1e9, ranks, time_limit_h=limit_h if limit_h < wall_h else 0,
         keep=recipe.schedule.keep, merged_gb=storage.merged_gb, base_gb=storage.merged_gb,
         restart_s=p.nodes * storage.merged_gb * 1e9 / disk_rate(cluster, cluster.paths.hf_home),
-        step_s=forecast.time.step_s or 0, nodes=p.nodes,
+        step_s=forecast.time.step_s or 0, nodes=p.nodes, blocked_s=blocked_s,
         io=IO_PATTERNS["hybrid" if hybrid else p.strategy].format(
             gb=gb, ranks=ranks, each=gb / ranks, shard=p.gpus_per_node, part=gb / p.gpus_per_node
         ),

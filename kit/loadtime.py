@@ -7,25 +7,32 @@ import mmap
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from kit import pagecache
+from kit.chart import COLOURS, GRID, INK, LIMIT, fluid, frame, number, ticks
 from kit.errors import InputError, KitError
+from kit.ranks import Row, fresh, join
+from kit.ranks import run_ranks as run_ranks
 from kit.weights import Weights, torch_file, weights
 
 _BLOCK = 4 << 20
 _DEPTHS = (1, 2, 4, 8, 16, 32)
+_NOT_COLD = (
+    "No cold figure for {}: {:.0%} of its pages were in memory after eviction, or the device gave too few bytes. "
+    "Another process may have it mapped, it may lie in memory (tmpfs), or you may not own it; time a copy on the "
+    "storage in question."
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,9 @@ class LoadTime:
     """One method's figures: medians over samples, ranges as (least, most), bytes summed over ranks.
 
     call_s ends when the last rank's call returns, touched_s when it has read a byte of every page (on a GPU, when the
-    copies are done); gb_s counts wanted bytes to touched_s. asked_gb went through read calls, device_gb came from the
-    device; amplification is the larger of them over the wanted bytes. of_reference is gb_s over the best rate of plain
-    reads of the same files, measured in the same rounds.
+    copies are done); gb_s counts wanted bytes to touched_s, node_gb_s those of each node's ranks to the last of them.
+    asked_gb went through read calls, device_gb came from the device; amplification is the larger of them over the
+    wanted bytes. of_reference is gb_s over the best rate of plain reads of the same files, measured in the same rounds.
     """
 
     path: str
@@ -56,6 +63,7 @@ class LoadTime:
     residency_before: float
     gb_s: float
     gb_s_range: tuple[float, float]
+    node_gb_s: dict[str, float]
     reference: str
     reference_gb_s: float
     reference_range: tuple[float, float]
@@ -68,11 +76,12 @@ class LoadTime:
 
     def __str__(self) -> str:
         low, high = self.gb_s_range
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        nodes = ", ".join(f"{name} {gb_s:.2f}" for name, gb_s in self.node_gb_s.items())
         return (
-            f"{self.method}, {ranks}: {self.gb_s:.2f} GB/s ({low:.2f} to {high:.2f}), {self.label}, call "
-            f"{self.call_s:.3f} s, touched {self.touched_s:.3f} s, read {self.amplification:.2f} of the wanted "
-            f"{self.wanted_gb:.3f} GB, {self.of_reference:.0%} of {self.reference} ({self.reference_gb_s:.2f} GB/s)"
+            f"{self.method}, {self.ranks} rank{'s' * (self.ranks > 1)}: {self.gb_s:.2f} GB/s ({low:.2f} to {high:.2f})"
+            f", {self.label}, call {self.call_s:.3f} s, touched {self.touched_s:.3f} s, read {self.amplification:.2f} "
+            f"of the wanted {self.wanted_gb:.3f} GB, {self.of_reference:.0%} of {self.reference} "
+            f"({self.reference_gb_s:.2f} GB/s)" + (f", by node: {nodes}" if len(self.node_gb_s) > 1 else "")
         )
 
 
@@ -82,7 +91,7 @@ def time_load(
 ) -> list[LoadTime]:  # fmt: skip
     """Loads of one or more paths, the methods and rank counts in turn in each round; None is all methods that differ.
 
-    launcher starts the ranks of other nodes too: ("srun", "-N2", "-n16") with MASTER_ADDR set and ranks=(16,).
+    launcher starts the ranks of other nodes too, see kit.ranks; ranks is then how many it starts.
     Client-cold means that this machine's page cache was empty; a file server or a hypervisor may still hold the bytes.
     Raises KitError where cold was asked and cannot be proven, or where a load fails.
     """
@@ -93,13 +102,17 @@ def time_load(
         (one, name, world) for one in paths for name in known(held[one].format, methods) for world in ranks
         if methods or world > 1 or name not in _SEVERAL
     ]  # fmt: skip
-    samples: dict[tuple[Path, str, int], list[dict[str, Any]]] = {case: [] for case in cases}
+    samples: dict[tuple[Path, str, int], list[list[Row]]] = {case: [] for case in cases}
     rates: dict[Path, list[float]] = {one: [] for one in paths}
-    for _ in range(repeats):
-        for one in paths:
-            rates[one].append(_rate(held[one].files, cold, depths[one]))
-        for case in cases:
-            samples[case].append(_sample_of(held[case[0]], *case, cold, device, launcher))
+    with fresh("kit.loadtime", launcher) as run:
+        for _ in range(repeats):
+            for one in paths:
+                rates[one].append(_rate(held[one].files, cold, depths[one]))
+            for one, name, world in cases:
+                rows = run(world, name, str(one.absolute()), "cold" if cold else "warm", device)
+                if cold and _label(rows, held[one].bytes) != "client-cold":
+                    raise KitError(_NOT_COLD.format(one, max(row["residency"] for row in rows)))
+                samples[one, name, world].append(rows)
     how = "O_DIRECT" if cold else "pread"
     return [
         _load_time(held[case[0]], *case, device, samples[case], rates[case[0]], f"{how}, {depths[case[0]]} deep")
@@ -123,41 +136,6 @@ def known(form: str, methods: Sequence[str] | None = None) -> list[str]:
     return list(methods or installed)
 
 
-def run_ranks(arguments: Sequence[str], world: int, launcher: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What each of `world` fresh processes of `python ARGUMENTS` printed: one JSON object each. Raises KitError."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--no-python")
-    several = (*torchrun, sys.executable) if world > 1 and not launcher else ()
-    command = [*launcher, sys.executable, *several, *arguments]
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    local = {} if launcher else {"GLOO_SOCKET_IFNAME": "lo"}
-    environment = local | {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        mapped = done.returncode == -7 or "SIGBUS" in done.stderr
-        why = "a mapped file was cut off, or its file system failed (SIGBUS): " * mapped
-        raise KitError(f"{' '.join(arguments)} failed (exit {done.returncode}): {why}{done.stderr.strip()[-800:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def _sample_of(
-    held: Weights, path: Path, method: str, world: int, cold: bool, device: str, launcher: Sequence[str]
-) -> dict[str, Any]:
-    """One load, over its ranks: the slowest one's times and all their bytes."""
-    arguments = ("-m", "kit.loadtime", method, str(path.absolute()), "cold" if cold else "warm", device)
-    rows = run_ranks(arguments, world, launcher)
-    sample = {key: sum(row[key] for row in rows) for key in ("wanted", "asked", "device")}
-    sample |= {key: max(row[key] for row in rows) for key in ("call", "touched", "residency")}
-    sample |= {"rows": rows, "distinct": min(sample["wanted"], held.bytes)}
-    if cold and label(sample["residency"], sample["device"] / sample["distinct"]) != "client-cold":
-        raise KitError(
-            f"No cold figure for {path}: {sample['residency']:.0%} of its pages were in memory after eviction and the "
-            f"device gave {sample['device'] / sample['distinct']:.2f} of the wanted bytes. Another process may have it "
-            "mapped, it may lie in memory (tmpfs), or you may not own it; time a copy on the storage in question."
-        )
-    return sample
-
-
 def label(residency: float, amplification: float) -> str:
     """client-cold, warm, or past the cache, by both proofs: pages in memory before, device bytes over wanted ones."""
     if amplification > 0.95:
@@ -165,34 +143,77 @@ def label(residency: float, amplification: float) -> str:
     return "warm" if residency > 0.99 and amplification < 0.01 else "mixed"
 
 
+def _label(rows: Sequence[Row], held_bytes: int) -> str:
+    """Of the ranks' loads together: device bytes count over those that any rank wanted."""
+    distinct = min(sum(row["wanted"] for row in rows), held_bytes)
+    return label(max(row["residency"] for row in rows), sum(row["device"] for row in rows) / distinct)
+
+
 def _load_time(
-    held: Weights, path: Path, method: str, world: int, device: str, taken: list[dict[str, Any]], rates: list[float],
+    held: Weights, path: Path, method: str, world: int, device: str, taken: list[list[Row]], rates: list[float],
     how: str,
 ) -> LoadTime:  # fmt: skip
-    def middle(key: str) -> float:
-        return float(statistics.median(sample[key] for sample in taken))
+    def each(key: str, over: Callable[[Iterable[float]], float]) -> list[float]:
+        return [over(row[key] for row in rows) for rows in taken]
 
-    wanted, touched, rate = middle("wanted"), [sample["touched"] for sample in taken], statistics.median(rates)
-    labels = {label(sample["residency"], sample["device"] / sample["distinct"]) for sample in taken}
-    gb_s = wanted / 1e9 / middle("touched")
+    middle, touched = statistics.median, each("touched", max)
+    wanted, asked, from_device = (middle(each(key, sum)) for key in ("wanted", "asked", "device"))
+    labels = {_label(rows, held.bytes) for rows in taken}
+    gb_s, rate, nodes = wanted / 1e9 / middle(touched), middle(rates), sorted({r["node"] for r in taken[0]})
+    of_nodes = {node: middle([_gb_s([r for r in rows if r["node"] == node]) for rows in taken]) for node in nodes}
     return LoadTime(
         str(path), mount(path), method, held.format, world, device, labels.pop() if len(labels) == 1 else "mixed",
-        len(taken), middle("call"), middle("touched"), (min(touched), max(touched)), wanted / 1e9,
-        middle("asked") / 1e9, middle("device") / 1e9, max(middle("asked"), middle("device")) / wanted,
-        middle("residency"), gb_s, (wanted / 1e9 / max(touched), wanted / 1e9 / min(touched)), how, rate,
-        (min(rates), max(rates)), gb_s / rate, os.getloadavg()[0],
+        len(taken), middle(each("call", max)), middle(touched), (min(touched), max(touched)), wanted / 1e9,
+        asked / 1e9, from_device / 1e9, max(asked, from_device) / wanted, middle(each("residency", max)), gb_s,
+        (wanted / 1e9 / max(touched), wanted / 1e9 / min(touched)), of_nodes, how, rate, (min(rates), max(rates)),
+        gb_s / rate, os.getloadavg()[0],
     )  # fmt: skip
 
 
+def _gb_s(rows: Sequence[Row]) -> float:
+    return float(sum(row["wanted"] for row in rows) / 1e9 / max(row["touched"] for row in rows))
+
+
+def names(times: Sequence[LoadTime]) -> list[str]:
+    """Each figure's method, with its path and ranks where those are not all the same."""
+    several = [len({getattr(t, key) for t in times}) > 1 for key in ("path", "ranks")]
+    return [t.method + f" on {t.path}" * several[0] + f", {t.ranks} ranks" * several[1] for t in times]
+
+
 def separable(times: Sequence[LoadTime]) -> list[str]:
-    """A sentence for each neighbour in the order of medians: faster, or not separable where the ranges overlap."""
-    ordered = sorted(times, key=lambda t: -t.gb_s)
-    return [
-        f"{a.method} is {a.gb_s / b.gb_s:.2f} times as fast as {b.method}."
-        if a.gb_s_range[0] > b.gb_s_range[1]
-        else f"{a.method} and {b.method} are not separable: their ranges overlap over {a.samples} samples."
-        for a, b in pairwise(ordered)
-    ]
+    """A sentence for each label, cold or warm: how much faster the fastest is, and which ranges overlap with its."""
+    said, named = [], sorted(zip(times, names(times), strict=True), key=lambda one: (one[0].label, -one[0].gb_s))
+    for state, group in groupby(named, key=lambda one: one[0].label):
+        (best, name), *others = group
+        near = [other for t, other in others if t.gb_s_range[1] >= best.gb_s_range[0] or t.samples == 1]
+        behind = [f"{name} is {best.gb_s / t.gb_s:.2f} times as fast as {n}" for t, n in others if n not in near]
+        tied = f"{' and '.join([name, *near])} are not separable: their ranges overlap over {best.samples} samples"
+        said += [f"{state}: {'; '.join([tied] * bool(near) + behind[:1])}."] * bool(others)
+    return said
+
+
+def figure(times: Sequence[LoadTime]) -> Any:
+    """Bars of medians with their ranges, as SVG; dashed, what plain reads of the same files gave in the same rounds."""
+    from IPython.display import SVG
+
+    left, top, scale = 190, 48, 440 / max(rate for t in times for rate in (t.gb_s_range[1], t.reference_gb_s))
+    labels, how = ", ".join(sorted({t.label for t in times})), times[0].reference
+    head = f"Loading, {labels}: median and range; dashed: plain reads ({how})"
+    body, bottom = f'<text y="14" font-weight="600" fill="{INK}">{head}</text>', top + 26 * len(times)
+    for value in ticks(0, 440 / scale):
+        x = left + value * scale
+        body += f'<path d="M{x:.1f} 40V{bottom}" stroke="{GRID}"/>'
+        body += f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{number(value)} GB/s</text>'
+    for y, t, name in zip(range(top, 9999, 26), times, names(times), strict=False):
+        low, high, end = (left + rate * scale for rate in (*t.gb_s_range, t.reference_gb_s))
+        body += (
+            f'<rect x="{left}" y="{y}" width="{t.gb_s * scale:.1f}" height="18" fill="{COLOURS[0]}" opacity="0.6"/>'
+            f'<path d="M{low:.1f} {y + 5}v8m0-4H{high:.1f}m0-4v8" stroke="{INK}" stroke-width="1.5" fill="none"/>'
+            f'<path d="M{end:.1f} {y - 4}v26" stroke="{LIMIT}" stroke-dasharray="5 3" stroke-width="1.5"/>'
+            f'<text x="{left - 8}" y="{y + 13}" text-anchor="end" fill="{INK}">{escape(name)}</text>'
+            f'<text x="{high + 6:.1f}" y="{y + 13}" fill="{INK}">{number(t.gb_s)}</text>'
+        )
+    return SVG(fluid(frame(head, 720, bottom + 22, body)))
 
 
 def mount(path: Path) -> str:
@@ -200,40 +221,6 @@ def mount(path: Path) -> str:
     mounts = [m for m in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(m.mountpoint)]
     deepest: Any = max(mounts, key=lambda m: len(m.mountpoint))
     return f"{deepest.device} on {deepest.mountpoint} ({deepest.fstype})"
-
-
-@dataclass(frozen=True)
-class TargetRate:
-    """What the ranks of one node got through one mount, all ranks reading at once: GB/s, (least, most)."""
-
-    node: str
-    mount: str
-    ranks: int
-    gb: float
-    gb_s: float
-    gb_s_range: tuple[float, float]
-
-
-def time_spread(
-    path: Path, world: int, cold: bool = False, repeats: int = 3, device: str = "cpu", launcher: Sequence[str] = ()
-) -> list[TargetRate]:
-    """Load a state dict spread over the ranks, whole tensors, even in bytes, all at once; the slowest target first.
-
-    This is what a loop of `hash(key) % num_gpus` and `.to(gpu)` means to measure. Raises KitError as time_load does.
-    """
-    held, found = _sound(Path(path)), defaultdict(list)
-    for _ in range(repeats):
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        for row in _sample_of(held, Path(path), "spread", world, cold, device, launcher)["rows"]:
-            groups[row["node"], row["mount"]].append(row)
-        for target, rows in groups.items():
-            gb = sum(row["wanted"] for row in rows) / 1e9
-            found[target].append((gb / max(row["touched"] for row in rows), gb, len(rows)))
-    rates = []
-    for target, taken in found.items():
-        speeds = [speed for speed, _, _ in taken]
-        rates.append(TargetRate(*target, *taken[0][:0:-1], statistics.median(speeds), (min(speeds), max(speeds))))
-    return sorted(rates, key=lambda r: r.gb_s)
 
 
 def _best_depth(paths: Sequence[Path], cold: bool) -> int:
@@ -362,32 +349,24 @@ _SEVERAL = ("kit, handed over", "spread")  # on one rank the same as kit
 _PACKAGES = {"fastsafetensors": "fastsafetensors", "runai-model-streamer": "runai_model_streamer"}
 
 
-def join() -> tuple[int, int]:
-    """(rank, world), from torchrun or srun, with a process group of CPUs and any GPUs where there is more than one."""
-    import torch.distributed as dist
-
-    names = (("RANK", "SLURM_PROCID", 0), ("WORLD_SIZE", "SLURM_NTASKS", 1))
-    rank, world = (int(os.environ.get(one) or os.environ.get(other) or default) for one, other, default in names)
-    if world > 1:
-        dist.init_process_group(rank=rank, world_size=world)
-    return rank, world
+def prepare() -> None:
+    """Import what any method needs, so that no sample pays for it."""
+    for name in ("safetensors.torch", "torch.distributed.checkpoint.hf_storage", "torch._dynamo", "kit.shards"):
+        importlib.import_module(name)  # dynamo is what DTensor imports at its first use
 
 
-def _sample(method: str, path: Path, cold: bool, device: str) -> dict[str, Any]:
+def sample(method: str, path: str, state: str, device: str) -> Row:
     """One rank's part of a load: imports, headers and the process group beforehand, every page touched."""
-    import safetensors.torch  # noqa: F401
     import torch
     import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    _shards()
-    with FakeTensorMode():  # imports sympy
-        pass
+    prepare()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
         torch.empty(1, device=device)
-    job = Job(weights(path), path, *join(), device)
-    (pagecache.evict if cold else pagecache.warm)(job.held.files)
+    importlib.import_module(_PACKAGES.get(method, "torch"))
+    job = Job(weights(Path(path)), Path(path), *join(), device)
+    (pagecache.evict if state == "cold" else pagecache.warm)(job.held.files)
     residency = pagecache.residency(job.held.files)
     if job.world > 1:
         dist.barrier()
@@ -403,18 +382,8 @@ def _sample(method: str, path: Path, cold: bool, device: str) -> dict[str, Any]:
         "touched": time.perf_counter() - begun, "call": called - begun,
         "device": pagecache.device_bytes() - device_bytes, "asked": pagecache.read_bytes() - asked,
         "residency": residency, "wanted": sum(t.nbytes for t in tensors), "node": socket.gethostname(),
-        "mount": mount(path),
     }  # fmt: skip
 
 
-def report(value: dict[str, Any]) -> None:
-    """Print one rank's JSON in one write, so that ranks do not mix, and leave the process group."""
-    import torch.distributed as dist
-
-    os.write(1, (json.dumps(value) + "\n").encode())
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":  # one rank of one sample
-    report(_sample(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "cold", sys.argv[4]))
+    print(json.dumps(sample(*sys.argv[1:])), flush=True)

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,15 @@ def warm(files: Iterable[Path]) -> None:
         with path.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
+
+
+def evictable(folder: Path) -> bool:
+    """Whether the folder's files leave memory when asked to: not on tmpfs, nor while a process has them mapped."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    with suppress(OSError, KitError):
+        evict(files)
+        return residency(files) < 0.01
+    return False
 
 
 def residency(files: Iterable[Path]) -> float:

@@ -1,5 +1,6 @@
 """Save times: how long a save holds training up, when it is written, and when it is safe on disk."""
 
+import json
 import os
 import shutil
 import statistics
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import InputError
-from kit.loadtime import join, mount, report, run_ranks
+from kit.loadtime import mount
+from kit.loadtime import prepare as prepare
+from kit.ranks import fresh, join
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ class SaveTime:
         """For JSON."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        times = (("blocks for", self.blocked_s), ("written after", self.done_s), ("on disk after", self.durable_s))
+        took = ", ".join(f"{what} {t[0]:.2f} s ({t[1]:.2f} to {t[2]:.2f})" for what, t in times)
+        return (
+            f"{self.method}, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.gb:.3g} GB: {took}, {self.gb_s:.2f} GB/s"
+        )
+
 
 def time_save(
     folder: Path, gb: float = 1.0, ranks: int = 1, methods: Sequence[str] | None = None, repeats: int = 3,
@@ -51,10 +61,10 @@ def time_save(
     if (free := shutil.disk_usage(folder).free / 1e9) < 2 * gb:
         raise InputError(f"{folder} has {free:.1f} GB free; saving {gb:.1f} GB there asks for twice as much.")
     taken: dict[str, list[list[float]]] = {method: [] for method in methods or METHODS}
-    for _ in range(repeats):
-        for method, samples in taken.items():
+    with fresh("kit.savetime", launcher) as run:
+        for method, samples in list(taken.items()) * repeats:
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as scratch:
-                rows = run_ranks(("-m", "kit.savetime", method, scratch, str(gb)), ranks, launcher)
+                rows = run(ranks, method, scratch, str(gb))
             samples.append([max(row[key] for row in rows) for key in ("blocked", "done", "durable")])
     found = []
     for method, samples in taken.items():
@@ -115,17 +125,17 @@ METHODS: dict[str, Callable[[State, Path], Any]] = {
 }
 
 
-def _sample(method: str, folder: Path, gb: float) -> dict[str, float]:
+def sample(method: str, scratch: str, gb: str) -> dict[str, float]:
     """One rank's part of one save of 64 tensors."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    _, world = join()
+    folder, (_, world) = Path(scratch), join()
     if world == 1 and "async" in method:
         dist.init_process_group("gloo", init_method=f"file://{folder}/.group", rank=0, world_size=1)
-    rows = max(1, round(gb * 1e9 / 64 / 4096 / 4 / world))
+    rows = max(1, round(float(gb) * 1e9 / 64 / 4096 / 4 / world))
     mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
     parts = [torch.rand(rows, 4096) for _ in range(64)]
     state = {f"layers.{n}": DTensor.from_local(p, mesh, [Shard(0)]) if mesh else p for n, p in enumerate(parts)}
@@ -147,4 +157,4 @@ def _sample(method: str, folder: Path, gb: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":  # one rank of one sample
-    report(_sample(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
+    print(json.dumps(sample(*sys.argv[1:])), flush=True)

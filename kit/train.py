@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed.checkpoint
 import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import broadcast_object_list, reduce
 from peft import LoraConfig
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations import WandbCallback
+from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
-from kit import checkpoint, files, model
+from kit import checkpoint, files, model, shards
 from kit.data import Dataset
 from kit.errors import KitError
 from kit.isolation import check_isolation, collate, count_tokens
@@ -34,6 +37,7 @@ from kit.run import Run
 
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.is_available()
+READ_BACK = 8e9  # bytes; rank 0 reads about 1 GB/s while the others wait
 
 
 def enable_cpu_fsdp() -> None:
@@ -72,9 +76,28 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
                 seconds = now - before
                 logs |= {"step_s": seconds / (step - at_step), "tokens_per_s": (total - tokens_then) / seconds}
             self.last_log = (now, step, total)
-        elif "eval_runtime" in logs and hasattr(self, "last_log"):  # evaluation is no part of the pace
-            self.last_log = (before + logs["eval_runtime"], at_step, tokens_then)
+        elif hasattr(self, "last_log"):  # neither evaluation nor saving is part of the pace
+            away = logs.get("eval_runtime", 0) + logs.get("save_blocked_s", 0)
+            self.last_log = (before + away, at_step, tokens_then)
         super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save, look at what was saved, log for how long that blocked training, and only then delete older ones.
+
+        Raises KitError for weights that are not finite, before anything is written, and for a checkpoint of no use.
+        """
+        begun, args = time.monotonic(), self.args
+        check_finite(self.model, self.state.global_step)
+        keep, args.save_total_limit = args.save_total_limit, None
+        super()._save_checkpoint(model, trial)
+        args.save_total_limit = keep
+        PartialState().wait_for_everyone()
+        if RANK == 0:
+            path = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
+            finish_checkpoint(path, self.model, values=not hasattr(self, "saved"))
+            rotate_checkpoints(args.output_dir, save_total_limit=keep, use_mtime=True)
+        self.saved = True
+        self.log({"save_blocked_s": time.monotonic() - begun})
 
 
 class Rows(WandbCallback):  # type: ignore[misc]
@@ -90,7 +113,7 @@ class Rows(WandbCallback):  # type: ignore[misc]
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]
-    """Tells how far the run is, and looks at every checkpoint before the run goes on."""
+    """Tells how far the run is."""
 
     def __init__(self, run: Run, console: TextIO) -> None:
         self.run, self.console, self.terminated = run, console, False
@@ -117,6 +140,9 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
         """A line in the job's log and state/progress.json, from rank 0."""
         if "eval_loss" in logs:
             self.say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
+        elif "save_blocked_s" in logs:
+            saved = f"saved checkpoint-{state.global_step}, for which training waited {logs['save_blocked_s']:.2f} s"
+            self.say(f"step {state.global_step}/{state.max_steps}  {saved}")
         elif "loss" in logs:
             pace = (time.monotonic() - self.began) / max(1, state.global_step - self.first_step)
             left = pace * (state.max_steps - state.global_step)
@@ -137,29 +163,38 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
             if isinstance(module, FSDPModule):
                 module._get_fsdp_state()._modules_to_run_forward.clear()
 
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Raises KitError on rank 0 if the checkpoint lacks keys or bytes: better now than in 8 hours."""
-        PartialState().wait_for_everyone()
-        if RANK == 0:
-            path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            finish_checkpoint(path, model)
-            self.say(f"step {state.global_step}/{state.max_steps}  saved {path.name}")
-
     def say(self, text: str) -> None:
         """A line in the job's log, from rank 0."""
         if RANK == 0:
             print(text, file=self.console, flush=True)
 
 
-def finish_checkpoint(path: Path, trained: Any) -> None:
-    """Adds adapter_config.json, gives every file the umask's mode, and checks keys and bytes."""
+def check_finite(trained: Any, step: int) -> None:
+    """Raises KitError on every rank where a weight that is trained holds NaN or infinity on any: none comes back."""
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in trained.parameters() if p.requires_grad]
+    bad = torch.stack([~torch.isfinite(part.detach()).all() for part in parts]).sum()
+    if count := int(reduce(bad, "sum").item()):
+        raise KitError(
+            f"The weights hold NaN or infinity at step {step} (in {count} tensors, over all ranks), so the run stops "
+            "here and saves nothing; older checkpoints stay. Look where the loss rose first, and lower schedule.lr."
+        )
+
+
+def finish_checkpoint(path: Path, trained: Any, values: bool = False) -> None:
+    """Adds adapter_config.json, gives every file the umask's mode, and checks keys, bytes and ranks.
+
+    `values` reads it back as well, where that takes seconds. Raises KitError: better now than in 8 hours.
+    """
     config = getattr(trained, "peft_config", None)
     if config:
         config["default"].save_pretrained(path)  # a sharded checkpoint holds none
     for file in path.rglob("*"):
         file.chmod(files.umask_mode(0o777 if file.is_dir() else 0o666))  # safetensors 0.8 writes 0600
-    found = checkpoint.inspect(path)
-    problems = list(found.problems)
+    world = PartialState().num_processes
+    found = checkpoint.inspect(path, world=world)
+    if values and not found.problems and found.bytes < READ_BACK:
+        found = checkpoint.inspect(path, values=True, world=world)
+    problems = [p for p in found.problems if p != checkpoint.UNTRAINED]  # as it is while the learning rate warms up
     expected = sum("lora_" in name for name, _ in trained.named_parameters()) if config else 0
     if found.lora_tensors != expected:
         problems.append(f"it holds {found.lora_tensors} of {expected} adapter tensors")
@@ -244,6 +279,8 @@ def train(run: Run, watcher: Watcher) -> None:
     trainer.add_callback(Rows())
     trainer.add_callback(watcher)
     last = resume_point(run, watcher.say)
+    # accelerate looks it up at each load
+    torch.distributed.checkpoint.FileSystemReader = shards.Reader  # type: ignore[attr-defined]
     trainer.args.eval_on_start = trainer.eval_dataset is not None and last is None
     trainer.train(resume_from_checkpoint=last)
     if (step := trainer.state.global_step) < trainer.state.max_steps:
@@ -260,9 +297,8 @@ def resume_point(run: Run, say: Callable[[str], None]) -> str | None:
     """The newest complete checkpoint, which rank 0 picks for all; half-written ones after it are put aside."""
     found: list[str | None] = [None]
     if RANK == 0:
-        for path in reversed(run.checkpoints()):
-            states = list(path.glob("rng_state*.pth"))  # each rank writes its own, and none waits for the others
-            if checkpoint.complete(path) and len(states) == run.recipe.world_size:
+        for path in reversed(there := run.checkpoints()):
+            if checkpoint.complete(path, run.recipe.world_size):
                 found = [str(path)]
                 say(f"resuming from {path.name}")
                 break
@@ -270,6 +306,8 @@ def resume_point(run: Run, say: Callable[[str], None]) -> str | None:
             say(f"{path.name} is not complete: put aside as {aside.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+        if there and not found[0]:
+            say("no checkpoint is complete: training starts anew")
     broadcast_object_list(found)
     return found[0]
 
@@ -318,7 +356,7 @@ def main() -> int:
             wandb.teardown()  # finish() may return before the log is on disk
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         traceback.print_exc()
         if watcher.terminated:  # the launcher ends all ranks when one has died: this one's error only follows from that

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -65,7 +66,23 @@ class Piece:
 
 
 def weights(path: Path) -> Weights:
-    """What a Trainer's checkpoint, a model, adapter or DCP folder, or one file holds. Raises InputError for none."""
+    """What a Trainer's checkpoint, a model, adapter or DCP folder, or one file holds.
+
+    Raises InputError for none, KitError where one may not be read: that is no fault of the checkpoint.
+    """
+    try:
+        return _weights(path)
+    except PermissionError as error:
+        where = Path(error.filename)
+        raise KitError(
+            f"{where} may not be read by you: it has mode {where.stat().st_mode & 0o777:04o} and belongs to "
+            f"{where.owner()}, who can change that (chmod -R g+rX, or a copy)."
+        ) from None
+
+
+def _weights(path: Path) -> Weights:
+    if path.is_dir():
+        any(path.iterdir())  # glob takes a folder that may not be read for an empty one
     found = [path] if path.is_file() else next((sorted(path.glob(p)) for p in _LAYOUTS if any(path.glob(p))), [])
     reader = _READERS.get(found[0].suffix or found[0].name) if found else None
     if not reader:
@@ -136,7 +153,11 @@ def dcp_metadata(folder: Path) -> Any:
         raise InputError(f"{folder} has no .metadata: the save did not finish.")
     try:
         with path.open("rb") as stream:
-            return Unpickler(stream).load()
+            found = Unpickler(stream).load()
+            found.storage_data.items()
+            return found
+    except PermissionError:
+        raise
     except Exception as error:  # a cut or foreign pickle fails in many ways
         raise InputError(f"{path} is damaged or no checkpoint's metadata ({error}).") from None
 
@@ -190,16 +211,20 @@ def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _torch(found: list[Path]) -> Weights:
-    """torch.save files, opened lazily and without running code that they may hold."""
+    """torch.save files, of which only the pickle is read, without running code that it may hold."""
     try:
-        flat = {name: t for path in found for name, t in torch_file(path).items()}
+        for path in found:
+            zipfile.ZipFile(path).close()  # fails for a cut file, and for the format before torch 1.6
+        flat = {name: t for path in found for name, t in torch_file(path, device="meta").items()}
+    except PermissionError:
+        raise
     except Exception as error:  # a cut or foreign file fails in many ways
         return Weights("torch", tuple(found), {}, (f"{found[0].parent} cannot be read by torch.load ({error}).",))
     return Weights("torch", tuple(found), {n: _entry(t.dtype, t.shape) for n, t in flat.items()})
 
 
-def torch_file(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """The tensors of a torch.save file by dotted name."""
+def torch_file(path: Path, device: str = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """The tensors of a torch.save file by dotted name; on the device "meta" no data are read."""
     import torch
 
     def flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -209,7 +234,7 @@ def torch_file(path: Path, mmap: bool = True) -> dict[str, Any]:
             for key, item in value.items():
                 yield from flat(item, f"{prefix}.{key}" if prefix else str(key))
 
-    return dict(flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), ""))
+    return dict(flat(torch.load(path, map_location=device, weights_only=True, mmap=mmap), ""))
 
 
 # The first layout that is there is read; an index before the shards that it names.
@@ -243,7 +268,7 @@ def dcp_pieces(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...]],
     """The stored parts of a distributed checkpoint's tensors by (name, offset in the tensor)."""
     found = {}
     for index, item in metadata.storage_data.items():
-        tensor = metadata.state_dict_metadata[index.fqn]
+        tensor = metadata.state_dict_metadata.get(index.fqn)
         for chunk in getattr(tensor, "chunks", ()):
             if chunk.offsets == index.offset:
                 at, dtype = tuple(chunk.offsets), str(tensor.properties.dtype).removeprefix("torch.")
@@ -258,11 +283,7 @@ def _safetensors_starts(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _torch_starts(file: Path) -> Iterator[tuple[str, int]]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():  # torch.load then reads no data, and notes where they lie
-        tensors = torch_file(file, mmap=False)
-    for name, t in tensors.items():
+    for name, t in torch_file(file, device="meta").items():  # torch.load notes where the data lie
         if not t.is_contiguous():
             raise KitError(f"{file} holds {name} with its dimensions exchanged; only torch.load can read that.")
         yield name, t.untyped_storage()._checkpoint_offset + t.storage_offset() * t.element_size()
@@ -273,9 +294,6 @@ def read(held: Weights, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     import torch
 
     wanted = set(names)
-    if held.format == "torch":
-        yield from ((n, t) for path in held.files for n, t in torch_file(path).items() if n in wanted)
-        return
     for name, parts in pieces(held).items():
         if name not in wanted:
             continue

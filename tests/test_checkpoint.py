@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kit import checkpoint, weights
+from kit import checkpoint, slurm, weights
+from kit.cli import main
 from kit.errors import InputError, KitError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -98,7 +99,7 @@ def copy(variant: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(fsdp2_saves() / variant / "checkpoint-2", tmp_path / "checkpoint-2"))
 
 
-def problems(path: Path, **options: bool) -> str:
+def problems(path: Path, **options: int) -> str:
     return " ".join(checkpoint.inspect(path, **options).problems)
 
 
@@ -187,6 +188,63 @@ def test_an_empty_file_beside_the_weights_is_a_problem(tmp_path):
     folder = copy("adapter", tmp_path)
     (folder / "scheduler.pt").touch()
     assert "scheduler.pt is empty" in problems(folder)
+
+
+@pytest.mark.parametrize("content", [{}, {"version": 1}, "text", None, 7])
+def test_metadata_of_another_kind_is_found(tmp_path, content):
+    folder = copy("adapter", tmp_path)
+    (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(content))
+    assert "is damaged or no checkpoint's metadata" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_a_checkpoint_without_its_optimizer_is_never_complete(tmp_path):
+    folder = copy("adapter", tmp_path)
+    shutil.rmtree(folder / "optimizer_0")
+    assert "has no optimizer state, without which training would go on as if it had just begun" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_a_state_file_that_was_cut_off_is_found(tmp_path):
+    import torch
+
+    folder = copy("adapter", tmp_path)
+    torch.save({"last_epoch": 2}, folder / "scheduler.pt")
+    assert problems(folder) == ""
+    os.truncate(folder / "scheduler.pt", 200)
+    assert "scheduler.pt is cut off, or no file of torch.save" in problems(folder)
+    assert not checkpoint.complete(folder)
+
+
+def test_every_rank_must_have_left_its_random_state(tmp_path):
+    import torch
+
+    folder = copy("adapter", tmp_path)
+    torch.save({}, folder / "rng_state_0.pth")
+    assert checkpoint.complete(folder) and not checkpoint.complete(folder, world=2)
+    assert "holds the random state of 1 of 2 ranks" in problems(folder, world=2)
+    torch.save({}, folder / "rng_state_1.pth")
+    assert checkpoint.complete(folder, world=2)
+
+
+@pytest.mark.parametrize("hidden", ["pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp_0/.metadata", "."])
+def test_files_of_a_person_who_lets_nobody_read_are_told_as_such_and_not_as_damaged(hidden):
+    if os.getuid():
+        pytest.skip("only root can become another user here")
+    with tempfile.TemporaryDirectory() as outer:  # pytest's own folders let nobody else in
+        Path(outer).chmod(0o755)
+        folder = copy("adapter", Path(outer))
+        (folder / hidden).chmod(0)
+        code = (
+            "import sys, os, torch.distributed.checkpoint.filesystem; from pathlib import Path\n"
+            "from kit import checkpoint, errors; os.setuid(65534)\n"
+            "for look in (checkpoint.inspect, checkpoint.complete):\n"
+            "    try: look(Path(sys.argv[1]))\n    except errors.KitError as error: print(error.exit_code, error)\n"
+        )
+        command = [sys.executable, "-c", code, str(folder)]
+        said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert said.stdout.count("may not be read by you: it has mode 0000 and belongs to root") == 2, said.stderr
+        assert said.stdout.startswith("1 ")
 
 
 def test_metadata_that_would_run_code_is_not_run(tmp_path):
@@ -350,6 +408,48 @@ def test_a_file_cut_off_after_its_header_was_read_is_an_error_and_no_crash(tmp_p
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(KitError, match="was cut off while it was read"):
         dict(stream)
+
+
+@pytest.mark.slow
+def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next_start(recipe, local, capsys):
+    run = slurm.launch(recipe.override(**{"schedule.keep": 2}), local)  # two ranks, saves at steps 2 and 4
+    assert slurm.wait(run, timeout=400).state == "COMPLETED", run.log.read_text()
+    blocks = checkpoint.save_blocks(run)
+    assert list(blocks) == [2, 4]
+    assert all(0 < seconds < 60 for seconds in blocks.values())
+    assert f"saved checkpoint-4, for which training waited {blocks[4]:.2f} s" in run.log.read_text()
+    found = checkpoint.plan_for_run(run)
+    assert found.blocked_s == pytest.approx(sum(blocks.values()) / 2)
+    assert found.write_s >= found.blocked_s
+    assert main(["checkpoint", "plan", str(run.path)]) == 0
+    assert f"blocks training for {found.blocked_s:.2g} s" in capsys.readouterr().out
+    words = ["--gb", "0.01", "--repeats", "1", "--method", "dcp.save, sharded", "--json"]
+    assert main(["checkpoint", "save", str(run.path), *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["methods"][0]["ranks"] == 2 and told["run_blocked_s"] == {str(n): s for n, s in blocks.items()}
+    assert main(["checkpoint", "inspect", str(run.checkpoints()[-1]), "--values"]) == 0
+    history = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())["log_history"]
+    assert [h["save_blocked_s"] for h in history if "save_blocked_s" in h] == [blocks[2]]
+
+    shard = run.checkpoints()[-1] / "optimizer_0" / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size - 1)
+    (run.path / "state" / "result.json").unlink()
+    slurm.submit(run)
+    assert slurm.wait(run, timeout=400).state == "COMPLETED", run.log.read_text()
+    said = run.log.read_text()
+    assert "checkpoint-4 is not complete: put aside as incomplete-4" in said
+    assert "resuming from checkpoint-2" in said
+    assert checkpoint.complete(run.checkpoints()[-1], world=2)
+    assert run.checkpoints()[-1].name == "checkpoint-4"
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_are_no_numbers_stops_at_its_first_save_and_keeps_the_older_ones(recipe, local):
+    run = slurm.launch(recipe.override(**{"schedule.lr": 1e30, "schedule.warmup_ratio": 0.0}), local)
+    end = slurm.wait(run, timeout=400)
+    assert (end.state, end.exit_code) == ("FAILED", 1), run.log.read_text()
+    assert "KitError: The weights hold NaN or infinity at step 2" in run.log.read_text()
+    assert run.checkpoints() == []
 
 
 if __name__ == "__main__":  # a rank

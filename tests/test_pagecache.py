@@ -3,6 +3,7 @@
 import mmap
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,21 @@ def test_pages_that_a_process_has_mapped_stay(file):
         assert sum(mapped[:: mmap.PAGESIZE]) == 0
         pagecache.evict([file])
         assert pagecache.residency([file]) > 0.9
+
+
+def test_a_folder_is_evictable_unless_a_process_has_its_files_mapped(file, tmp_path):
+    assert pagecache.evictable(tmp_path)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        assert not pagecache.evictable(tmp_path)
+
+
+def test_a_file_system_in_memory_is_not_evictable():
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (Path(folder) / "file").write_bytes(bytes(SIZE))
+        assert not pagecache.evictable(Path(folder))
 
 
 def test_read_bytes_counts_cached_reads_too(file):

@@ -84,6 +84,7 @@ def rank_main(out: Path, tasks: str) -> None:
         assert all(same(half[name], rows_of(t, 1, 2)) for name, t in whole.items())
     if "resume" in tasks:
         resume_through_accelerate(out / "resume")
+        resume_from_another_rank_count(out / "reshaped")
     dist.destroy_process_group()
 
 
@@ -119,6 +120,35 @@ def resume_through_accelerate(folder: Path) -> None:
     fsdp_utils.load_fsdp_model(plugin, state, fresh[0], str(folder))
     fsdp_utils.load_fsdp_optimizer(plugin, state, fresh[1], fresh[0], str(folder))
     assert contents(*saved) == contents(*fresh)
+
+
+def resume_from_another_rank_count(folder: Path) -> None:
+    """A checkpoint that one rank wrote, on two: DCP's own reader reads it whole on both, kit's once between them."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import fsdp_utils
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.fsdp import fully_shard
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    torch.manual_seed(5)
+    whole = torch.nn.Sequential(torch.nn.Linear(1024, 2050), torch.nn.Linear(2050, 1024))  # 17 MB
+    if dist.get_rank() == 0:
+        dcp.save({"model": whole.state_dict()}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    dist.barrier()
+    for reader, least, most in ((FileSystemReader, 1.9, 2.1), (shards.Reader, 1.0, 1.1)):
+        fresh = torch.nn.Sequential(torch.nn.Linear(1024, 2050), torch.nn.Linear(2050, 1024))
+        fully_shard(fresh)
+        dcp.FileSystemReader = reader
+        before = pagecache.read_bytes()
+        fsdp_utils.load_fsdp_model(plugin, PartialState(), fresh, str(folder))
+        asked = torch.tensor(pagecache.read_bytes() - before)
+        dist.all_reduce(asked)
+        size = sum(t.nbytes for t in whole.state_dict().values())
+        assert least * size < asked < most * size, (reader, asked / size)
+        for name, parameter in fresh.named_parameters():
+            assert same(parameter.full_tensor(), whole.state_dict()[name])
 
 
 def torchrun(ranks: int, *arguments: object) -> None:

@@ -95,7 +95,7 @@ def main(folder: Path, out: Path, gb: float = 1.0, repeats: int = 5) -> None:
         timed("safetensors", scratch / "safetensors")
         timed("torch", scratch / "lit_model.pth")
         timed("handed over", scratch / "dcp", ["kit, handed over"], (2, 4))
-        result["spread"] = [vars(t) for t in loadtime.time_spread(scratch / "lit_model.pth", 4, cold=True)]
+        timed("spread", scratch / "lit_model.pth", ["spread"], (4,))
         result["save"] = [t.as_dict() for n in (1, 2) for t in savetime.time_save(scratch, gb / 2, n, repeats=repeats)]
         if (scratch / "orbax").exists():
             pagecache.evict(p for p in (scratch / "orbax").rglob("*") if p.is_file())
