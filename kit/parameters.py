@@ -1,7 +1,9 @@
 """A notebook's parameters: read from the cell tagged `parameters`, typed by its annotations, put back as a cell."""
 
 import ast
+import contextlib
 import io
+import itertools
 import math
 import tokenize
 import types
@@ -15,10 +17,13 @@ import nbformat
 import yaml  # type: ignore[import-untyped]
 
 from kit.errors import InputError
-from kit.schema import coerce, nearest, parse
+from kit.schema import coerce, nearest, parse, read_toml
 from kit.secrets import SECRET
 
 PLAIN: dict[str, Any] = {k.__name__: k for k in (bool, int, float, str, Path)}
+
+
+MOST = 10_000  # settings of a sweep; Slurm's own limit, MaxArraySize, is 1001 unless the site has raised it
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,10 @@ def read_parameters(notebook: Any) -> dict[str, Parameter]:
     cells = [c.source for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
     if len(cells) > 1:
         raise InputError(f"{len(cells)} cells are tagged `parameters`; keep the tag on one of them.")
-    source = "".join(cells)
+    return _parse("".join(cells))
+
+
+def _parse(source: str) -> dict[str, Parameter]:
     try:
         lines = ast.parse(source).body
     except SyntaxError as error:
@@ -115,6 +123,37 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_grid(path: Path) -> list[dict[str, Any]]:
+    """The settings of a sweep, from TOML: lists span a product, other values hold for all, [[points]] come one by one.
+
+    With both, every point is taken with the whole product. Tables become dotted keys. Raises InputError.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such grid.")
+    tables = read_toml(path)
+    points = tables.pop("points", [{}])
+    if not (isinstance(points, list) and all(isinstance(point, dict) for point in points)):
+        raise InputError(f"{path}: points must be tables, each under a line [[points]].")
+    axes = {key: value if isinstance(value, list) else [value] for key, value in dotted(tables).items()}
+    if not 0 < (count := len(points) * math.prod(map(len, axes.values()))) <= MOST:
+        raise InputError(f"{path} has {count} settings; a sweep has 1 to {MOST}.")
+    product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [one | dotted(point) for point in points for one in product]
+
+
+def dotted(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of tables as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        out |= {f"{key}.{k}": v for k, v in dotted(value).items()} if isinstance(value, Mapping) else {key: value}
+    return out
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Settings in a line, by the last part of their names."""
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items()) or "as it is"
+
+
 def check(parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
     """The given values, text or typed, as the annotations say. Raises InputError for unknown names and bad values."""
     if given and not parameters:
@@ -158,3 +197,63 @@ def inject(notebook: Any, values: Mapping[str, Any]) -> None:
         tags = {"tags": ["injected-parameters"]}
         cells.insert(at + 1, nbformat.v4.new_code_cell("\n".join(source), metadata=tags))
     notebook.cells = cells
+
+
+def form(source: str | Path | dict[str, Any]) -> dict[str, Any] | None:
+    """A control for each parameter, in JupyterLab; elsewhere it shows nothing and changes nothing.
+
+    With a notebook's `globals()`, what is entered becomes the variable's value once it is valid. With the path of a
+    notebook it gives the values that have been entered, for kit.execute or kit.sweep.
+    """
+    from IPython import get_ipython
+    from IPython.display import display
+
+    from kit.cell import in_lab
+
+    own = isinstance(source, dict)
+    known = _parse(_parameters_cell(source["In"])) if isinstance(source, dict) else read_parameters(source)
+    entered = source if isinstance(source, dict) else {}
+    if in_lab(get_ipython()):
+        import ipywidgets
+
+        display(ipywidgets.VBox([_control(p, entered) for p in known.values()]))
+    return None if own else entered
+
+
+def _parameters_cell(cells: list[str]) -> str:
+    """The newest executed cell that holds annotated assignments and at most imports besides."""
+    for cell in reversed(cells):
+        with contextlib.suppress(SyntaxError):  # magics
+            kinds = [type(line) for line in ast.parse(cell).body]
+            if ast.AnnAssign in kinds and set(kinds) <= {ast.AnnAssign, ast.Import, ast.ImportFrom}:
+                return cell
+    raise InputError("No cell with `name: type = value` lines has run yet; run the parameters cell first.")
+
+
+def _control(parameter: Parameter, entered: dict[str, Any]) -> Any:
+    """A tick box, a list or a text field, with the parameter's help or what is wrong with the text beside it."""
+    import ipywidgets
+
+    name, kind = parameter.name, parameter.kind
+    value, choices = entered.get(name, parameter.default), typing.get_args(kind)
+    if kind is bool:
+        control = ipywidgets.Checkbox(value=value, indent=False)
+    elif typing.get_origin(kind) is typing.Literal:
+        control = ipywidgets.Dropdown(options=choices, value=value)
+    else:
+        text = ", ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+        control = ipywidgets.Text(value=text, continuous_update=False)
+    beside = ipywidgets.Label(parameter.help)
+
+    def changed(event: Any) -> None:
+        try:
+            entered.update(check({name: parameter}, {name: event["new"]}))
+            beside.value, beside.style.text_color = parameter.help, None
+        except InputError as error:
+            beside.value, beside.style.text_color = f"{error} It stays {value_of()!r}.", "#dc2626"
+
+    def value_of() -> Any:
+        return entered.get(name, parameter.default)
+
+    control.observe(changed, "value")
+    return ipywidgets.HBox([ipywidgets.Label(name, layout={"width": "10em"}), control, beside])

@@ -7,20 +7,25 @@ import hashlib
 import io
 import json
 import os
+import platform
 import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import nbformat
+import numpy
 import psutil
 import pytest
+from jupyter_client.manager import start_new_kernel
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from kit import replay
 from kit.errors import InputError
 from kit.execute import NotebookFailed, Parameter, check, execute, read_parameters, read_values
 
@@ -80,18 +85,21 @@ def test_a_notebook_that_runs_to_its_end_is_completed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "status", "reason"),
+    ("cell", "status", "reason", "code"),
     [
-        ("raise ValueError('too many nodes')", "failed", "The cell raised ValueError(too many nodes)."),
-        ("import sys; sys.exit(0)", "failed", "The cell raised SystemExit(0)."),
-        ("import sys; sys.exit(3)", "failed", "The cell raised SystemExit(3)."),
-        ("this is no Python", "failed", "The cell raised SyntaxError"),
-        ("import time; time.sleep(0.5); os.kill(os.getpid(), 9)", "terminated", "SIGKILL"),
-        ("import time; time.sleep(0.5); os._exit(0)", "terminated", "exit code 0"),
-        ("import time; print('so far'); time.sleep(60)", "terminated", "longer than 2 s"),
+        ("raise ValueError('too many nodes')", "failed", "The cell raised ValueError(too many nodes).", 1),
+        ("import sys; sys.exit(0)", "failed", "The cell raised SystemExit(0).", 1),
+        ("import sys; sys.exit(3)", "failed", "The cell raised SystemExit(3).", 1),
+        ("this is no Python", "failed", "The cell raised SyntaxError", 1),
+        ("import time; time.sleep(0.5); os.kill(os.getpid(), 9)", "terminated", "SIGKILL", 137),
+        ("import time; time.sleep(0.5); os._exit(0)", "terminated", "exit code 0", 1),
+        ("import time; time.sleep(0.5); os._exit(7)", "terminated", "exit code 7", 7),
+        ("import time; print('so far'); time.sleep(60)", "terminated", "longer than 2 s", 124),
     ],
 )
-def test_a_notebook_that_does_not_run_to_its_end_says_why(tmp_path: Path, cell: str, status: str, reason: str) -> None:
+def test_a_notebook_that_does_not_run_to_its_end_says_why(
+    tmp_path: Path, cell: str, status: str, reason: str, code: int
+) -> None:
     out = tmp_path / "out.ipynb"
     began = time.monotonic()
     with pytest.raises(NotebookFailed) as failure:
@@ -103,11 +111,60 @@ def test_a_notebook_that_does_not_run_to_its_end_says_why(tmp_path: Path, cell: 
     assert saved.metadata.papermill.end_time
     assert reason in saved.metadata.kit.reason
     assert reason in str(failure.value) and str(out) in str(failure.value) and "cell 3" in str(failure.value)
-    assert failure.value.exit_code == 1
+    assert failure.value.exit_code == saved.metadata.kit.exit_code == code
     assert "error" in [o.output_type for o in saved.cells[2].outputs], "the reader of the notebook sees no reason"
     assert "later" not in text(out)
     assert kernel_is_gone(out)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A file: a process that writes its id into it gets no more than 400 MB of memory."""
+    for root, limit in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):  # cgroup v1, v2
+        group = Path("/sys/fs/cgroup", root, f"kit-test-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / limit).exists():
+                (group / limit).write_text(str(400 << 20))
+                yield group / "cgroup.procs"
+                group.rmdir()
+                return
+            group.rmdir()
+    pytest.skip("a memory limit takes root and a memory cgroup that can be written")
+
+
+def test_a_kernel_that_the_system_kills_for_its_memory_is_terminated(tmp_path: Path, small_memory: Path) -> None:
+    out = tmp_path / "out.ipynb"
+    cells = [PID, f"print(open({str(small_memory)!r}, 'w').write(str(os.getpid())))", "len(bytearray(2000 << 20))", "1"]
+    with pytest.raises(NotebookFailed, match="as the system does when memory runs out") as failure:
+        execute(write(tmp_path / "in.ipynb", *cells), out, stream=io.StringIO())
+    assert failure.value.exit_code == 137
+    assert statuses(out) == ["completed", "completed", "terminated", "pending"]
+
+
+def test_the_last_words_of_a_kernel_that_crashes_are_kept(tmp_path: Path) -> None:
+    crash = "import ctypes, faulthandler, time; faulthandler.enable(); time.sleep(0.5); ctypes.string_at(0)"
+    stream, out = io.StringIO(), tmp_path / "out.ipynb"
+    with pytest.raises(NotebookFailed, match="SIGSEGV") as failure:
+        execute(write(tmp_path / "in.ipynb", PID, crash), out, stream=stream)
+    assert failure.value.exit_code == 128 + signal.SIGSEGV
+    assert "Segmentation fault" in stream.getvalue() and "Segmentation fault" in text(out)
+
+
+def test_what_a_kernel_says_as_it_ends_well_is_not_taken_for_a_crash(tmp_path: Path, capfd: Any) -> None:
+    late = "import atexit, os\natexit.register(lambda: os.write(os.dup(2), b'Traceback (most recent call last):'))"
+    assert execute(write(tmp_path / "in.ipynb", late), tmp_path / "out.ipynb", stream=io.StringIO()).exists()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_killed_kernel_is_told_within_five_seconds(tmp_path: Path) -> None:
+    process, out = started(tmp_path)
+    os.kill(int(text(out).split("kernel ")[1].split()[0]), signal.SIGKILL)
+    began = time.monotonic()
+    assert process.wait(30) == 1  # NotebookFailed, uncaught
+    assert time.monotonic() - began < 5
+    assert statuses(out) == ["completed", "terminated", "pending"]
 
 
 def test_a_cell_that_ignores_the_interrupt_is_killed_with_its_children(
@@ -159,6 +216,7 @@ def test_a_signal_stops_the_cell_and_is_named(tmp_path: Path, number: signal.Sig
     assert statuses(out) == ["completed", "terminated", "pending"]
     saved = nbformat.read(out, 4)
     assert saved.metadata.kit.reason == f"{number.name} stopped the notebook."
+    assert saved.metadata.kit.exit_code == 128 + number
     assert saved.metadata.papermill.exception is True
     assert "working" in text(out)
     assert (tmp_path / "cleaned").exists(), "the cell had no chance to clean up"
@@ -451,24 +509,129 @@ def test_provenance_says_what_ran_and_not_who(tmp_path: Path, monkeypatch: pytes
     commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
     saved = nbformat.read(execute(source, tmp_path / "1.ipynb", {"lr": "1e-5"}, stream=io.StringIO()), 4)
     kit = saved.metadata.kit
-    assert kit.git == {"commit": commit, "dirty": False}
+    assert (kit.git.commit, kit.git.dirty, kit.git.diff) == (commit, False, "")
     assert kit.notebook_sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
     assert kit.parameters == {"lr": 1e-5}
-    assert kit.slurm_job_id == "4711"
+    assert (kit.input, kit.slurm_job_id, kit.python) == ("in.ipynb", "4711", platform.python_version())
+    assert kit.constraints == hashlib.sha256((ROOT / "env" / "constraints.txt").read_bytes()).hexdigest()
     assert kit.start_time < kit.end_time and kit.duration > 0
     assert "somebody_known" not in nbformat.writes(saved)
-    write(source, "2", parameters="lr: float = 1.0")
-    assert module._git(tmp_path) == {"commit": commit, "dirty": True}
+
+
+def test_a_dirty_tree_is_noted_with_its_diff_as_far_as_that_is_short(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "code.py").write_text("before\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "code.py").write_text("after\n" * 10_000)
+    found = replay.git(tmp_path)
+    assert found and found["dirty"] and "-before\n+after\n" in found["diff"]
+    assert len(found["diff"]) == replay.DIFF < 10_000 * len("after\n")
+    assert replay.git(tmp_path.parent / "nowhere") is None
+
+
+def test_what_the_variables_hold_at_the_end_is_noted(tmp_path: Path) -> None:
+    cells = [
+        "from kit import Cluster, Run\nrun = Run.create_for_script('', Cluster('c'), 'own')",
+        "import numpy\nresult = {'loss': [2.5, numpy.float32(0.1), float('nan')], 'note': 'words', 'steps': 3}",
+    ]
+    out = execute(
+        write(tmp_path / "in.ipynb", *cells), tmp_path / "to" / "out.ipynb", cwd=tmp_path, stream=io.StringIO()
+    )
+    kit = nbformat.read(out, 4).metadata.kit
+    assert kit.result == {"loss": [2.5, float(numpy.float32(0.1)), "NaN"], "steps": 3}
+    assert (out.parent / kit.runs[0] / "run.json").is_file() and kit.runs[0].startswith("../runs/own-")
+
+
+def test_a_heavy_notebook_says_on_a_login_node_that_it_can_be_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at head is UP'\n")
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    burn = "import time\nt = time.process_time()\nwhile time.process_time() - t < 1: pass"
+    light, heavy = write(tmp_path / "light.ipynb", burn), write(tmp_path / "heavy.ipynb", "1", heavy=True)
+
+    def said(source: Path, out: str) -> list[str]:
+        lines: list[str] = []
+        execute(source, tmp_path / out, stream=io.StringIO(), say=lines.append)
+        return lines
+
+    assert said(heavy, "1")[0] == ("This notebook is heavy: `kit run NOTEBOOK OUT --cluster FILE` runs it as a job.")
+    (only,) = said(light, "2")
+    assert 1 <= float(only.split(" CPU s")[0]) < 10
+    monkeypatch.setattr(module, "HEAVY", 0.5)
+    monkeypatch.setattr(module, "EVERY", 0.2)
+    assert "CPU s so far, on a login node" in said(light, "3")[0]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert len(said(heavy, "4")) == 1
+
+
+# The form
+
+
+def shown_by_cells(cells: list[str], lab: bool) -> list[Any]:
+    """What cells show in one kernel, told, where `lab`, as JupyterLab does which cell is run."""
+    outputs: list[Any] = []
+    manager, client = start_new_kernel()
+    try:
+        for cell in cells:
+            message = client.session.msg("execute_request", {"code": cell, "silent": False})
+            message["metadata"] = {"cellId": "a"} if lab else {}
+            client.shell_channel.send(message)
+            reply = client.get_shell_msg(timeout=60)
+            while (told := client.get_iopub_msg(timeout=60))["content"].get("execution_state") != "idle" or (
+                told["parent_header"]["msg_id"] != message["header"]["msg_id"]
+            ):
+                outputs.append(told)
+            assert reply["content"]["status"] == "ok", reply["content"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    return outputs
+
+
+ENTER = """
+box = form(globals())
+from ipywidgets import Widget
+import ipywidgets.widgets.widget as w
+boxes = [x for x in w._instances.values() if type(x).__name__ == "HBox"]
+fields = {x.children[0].value: x.children[1] for x in boxes}
+beside = {x.children[0].value: x.children[2] for x in boxes}
+fields["lr"].value, fields["use_lora"].value, fields["sizes"].value = "1e-5", False, "3, 4"
+fields["steps"].value = "many"
+print(lr, use_lora, sizes, steps, "|", beside["steps"].value, "|", beside["lr"].value, end=" | ")
+print(type(fields["loss"]).__name__)
+"""
+
+
+def test_the_parameters_cell_is_a_form_in_jupyterlab_and_what_is_entered_is_checked() -> None:
+    cells = [f"from pathlib import Path\nfrom typing import Literal\n{DEFAULTS.replace('plain = 3', '')}"]
+    told = shown_by_cells([*cells, "from kit.parameters import form", ENTER], lab=True)
+    printed = "".join(m["content"]["text"] for m in told if m["msg_type"] == "stream")
+    values, wrong, help_, kind = printed.strip().split(" | ")
+    assert values == "1e-05 False [3, 4] 10"
+    assert "steps is 'many'; it must be a whole number" in wrong and "stays 10" in wrong
+    assert (help_, kind) == ('peak rate, "#" and all', "Dropdown")
+    assert any("widget-view" in str(m["content"].get("data")) for m in told if m["msg_type"] == "display_data")
+
+
+def test_headless_the_form_shows_nothing_and_changes_nothing() -> None:
+    cells = ["steps: int = 10", "from kit.parameters import form\nform(globals())\nprint(steps)"]
+    told = shown_by_cells(cells, lab=False)
+    assert [m["content"] for m in told if m["msg_type"] == "stream"] == [{"name": "stdout", "text": "10\n"}]
+    assert [m for m in told if m["msg_type"] in ("display_data", "execute_result")] == []
 
 
 # Company
 
 
-def test_two_at_once_in_one_folder(tmp_path: Path) -> None:
+def test_six_at_once_in_one_folder(tmp_path: Path) -> None:
     source = write(tmp_path / "in.ipynb", "print(n)", parameters="n: int = 0")
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(execute, source, tmp_path / f"{n}.ipynb", {"n": n}, stream=io.StringIO()) for n in (1, 2)]
-    assert [text(job.result()) for job in jobs] == ["1\n", "2\n"]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(execute, source, tmp_path / f"{n}.ipynb", {"n": n}, stream=io.StringIO()) for n in range(6)]
+    assert [text(job.result()) for job in jobs] == [f"{n}\n" for n in range(6)]
 
 
 def test_a_notebook_can_run_another(tmp_path: Path) -> None:
