@@ -151,7 +151,8 @@ def resolve(run: str, job_id: str | None, found: Iterable[dict[str, Any]], log: 
 
     if word:
         again = word["state"] in PROVISIONAL and word.get("requeue") and not (word.get("again") or gone)
-        end = replace(base, state=word["state"], confidence="high", provisional=bool(again))
+        certain = "exit_code" in word  # else it only vanished, as it also would where a controller lost its state
+        end = replace(base, state=word["state"], confidence="high" if certain else "medium", provisional=bool(again))
     elif exit_file and "requeued" not in exit_file.get("reason", "") and (gone or "queue" in latest):
         # Where a signal ends bash, an EXIT trap sees the code of the command before. The kit's script notes the signal.
         sure = "signal" in exit_file or code > 0

@@ -46,7 +46,7 @@ def cause_in(log: str) -> str:
     """One line of cause from the job's log: rank, node, what; empty where it names none."""
     if told := ended_by(log):
         return f"Slurm ended it on {told[0]}: CANCELLED" + (f" DUE TO {told[2]}" if told[2] else "")
-    said = re.findall(r"^\[rank \d+ on .*$", log, re.MULTILINE)
+    said = re.findall(r"^\[(?:rank \d+|start|rendezvous) on .*$", log, re.MULTILINE)
     if dead := dead_rank(log):
         rank, code = dead
         own = next((line for line in said if line.startswith(f"[rank {rank} ")), "")

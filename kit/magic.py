@@ -27,6 +27,7 @@ OPTIONS = MagicArgumentParser("%%sbatch", description="Submit the cell as a batc
 OPTIONS.add_argument("--cluster", help="a cluster profile: its runs folder, its own options and its size")
 OPTIONS.add_argument("--name", help="the run's name; otherwise --job-name in the script")
 OPTIONS.add_argument("--anyway", action="store_true", help="submit in spite of errors that the linter found")
+OPTIONS.add_argument("--dry-run", action="store_true", help="show the script and its findings, and submit nothing")
 PLACE = re.compile(r"\{\{\s*([A-Za-z_][\w.]*(?:\[[^\][{}]+\])*)\s*\}\}", re.ASCII)
 HELD = {"string", "raw_string", "ansi_c_string", "heredoc_body", "comment"}
 COLOURS = {"error": "#dc2626", "warning": "#d97706", "info": "#64748b"}
@@ -72,13 +73,16 @@ def beside(text: str, found: list[Finding]) -> dict[str, str]:
     return {"text/plain": plain, "text/html": f"{table}</table>"}
 
 
-def sbatch(line: str, cell: str) -> Run:
+def sbatch(line: str, cell: str) -> Run | None:
     """Submit the cell as a batch script; gives the Run. Raises KitError for errors that the linter found."""
     shell, given = get_ipython(), OPTIONS.parse_args(shlex.split(line))
     cluster = Cluster.load(given.cluster) if given.cluster else None
     script = fill(cell, shell.ev)
     if found := lint(script, "cell", cluster, slurm_version()):
         display(beside(script, found), raw=True)
+    if given.dry_run:
+        print(script + "\n# Nothing was submitted: that is what --dry-run is for.")
+        return None
     if (errors := [f.rule for f in found if f.severity == "error"]) and not given.anyway:
         raise KitError(f"Not submitted: {', '.join(errors)}. Correct the script, or say %%sbatch --anyway.")
     name = given.name or Script(script).value("job-name") or "cell"

@@ -311,4 +311,5 @@ def _expected_nodes(folder: Path) -> int:
         return 0
     from kit.run import Run
 
-    return Run(folder).recipe.parallel.nodes
+    run = Run(folder)
+    return run.recipe.parallel.nodes if run.trains else 0

@@ -90,9 +90,9 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """The frozen copy. Raises InputError for a run of a user's own script, which has none."""
-        if not (path := self.path / "recipe.toml").exists():
+        if not self.trains:
             raise InputError(f"{self.path.name} has no recipe.toml: it runs a script of your own.")
-        return Recipe.load(path)
+        return Recipe.load(self.path / "recipe.toml")
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -103,6 +103,11 @@ class Run:
     def info(self) -> dict[str, Any]:
         """What run.json says now."""
         return dict(files.read_json(self.path / "run.json"))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains a recipe; a run of a user's own script has none."""
+        return (self.path / "recipe.toml").exists()
 
     @property
     def job_id(self) -> str | None:
@@ -132,7 +137,8 @@ class Run:
 
     def tail(self, ranks: Collection[int] | None = None, lines: int = 20) -> str:
         """The last lines of each of these logs, as they are now."""
-        return "\n".join(f"== {path.name}\n{end_of(path, lines)}" for path in self.logs(ranks))
+        ends = [f"== {path.name}\n{end_of(path, lines)}" for path in self.logs(ranks)]
+        return "\n".join(ends) or f"{self.path.name} has no {'such log' if ranks else 'log'} yet."
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json."""

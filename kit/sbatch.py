@@ -17,14 +17,32 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.timing import disk_rate, predict
 
-# On each node: prove that it reaches the head and runs the same software, then become accelerate's launcher.
+# On each node: prove that it has what the job needs, reaches the head and runs the same software, then become
+# accelerate's launcher.
 NODE_COMMAND = """
+lacks() {{ echo "[start on ${{SLURMD_NODENAME:-$HOSTNAME}}] $1 is not here: $2 of the cluster profile."; exit 41; }}
+[ -d "$KIT_RUN/state" ] || lacks "$KIT_RUN" "every node must see paths.runs"
+command -v {python} > /dev/null || lacks {python} "set slurm.python, or the lines of slurm.setup,"
 {python} -m kit.sampler "$KIT_RUN" &
 exec {python} -m kit.rendezvous "$KIT_RUN"
 """
 
 # The image brings torch; the kit comes from the shared file system, so that it is the one that launched the job.
 PYTHONPATH = f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}:${{PYTHONPATH-}}"
+
+# Only the owner may read the file, and what it holds is never shown, not even a line that is no NAME=VALUE.
+TOKENS = """\
+if [[ $(stat -Lc %a {file}) != *00 ]]; then
+  reason="others can read the file of tokens (slurm.env_file): chmod 600 it"
+  echo "$reason" >&2
+  exit 1
+fi
+while read -r line || [[ -n $line ]]; do
+  line=${{line#export }} value=${{line#*=}} value=${{value#[\\"\\']}} value=${{value%[\\"\\']}}
+  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "${{BASH_REMATCH[0]}}$value"; fi
+done < {file}
+
+"""
 
 BODY = """\
 set -euo pipefail
@@ -42,7 +60,8 @@ record() {{  # NAME FACTS: state/NAME.<restart>.json. Slurm's SIGTERM goes to ev
   (trap '' TERM && exec mv "$file.new" "$file")
 }}
 leave() {{  # EXIT_CODE
-  record exit "\\"exit_code\\": $1, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{reason//[\\"\\\\]/}}\\""
+  local why=${{reason//[^[:print:]]/ }}  # JSON holds neither a line's end nor a bare quote
+  record exit "\\"exit_code\\": $1, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{why//[\\"\\\\]/}}\\""
 }}
 finish() {{ rc=$?; kill "$heart" 2>/dev/null || true; leave "$rc"; }}
 caught="" step="" heart="" reason=""
@@ -69,7 +88,7 @@ if [ "$(grep -l "\\"checkpoint\\": \\"$newest\\"" "$KIT_RUN"/state/start.*.json 
   exit 1
 fi
 
-{setup}# The head node's address comes from Slurm: node names need not resolve, and localhost would split the job.
+{tokens}{setup}# The head's address comes from Slurm: node names need not resolve, and localhost would split the job.
 KIT_HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')
 read -r head _ <<< "$KIT_HOSTS"
 KIT_ADDRESS=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
@@ -79,12 +98,9 @@ export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}  # Slurm 22.05 and 23.02 d
 
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 {container}bash -c {node_command} &
 step=$!
+while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done  # a trap interrupts wait; the step may still be saving
 rc=0
-wait "$step" || rc=$?
-while kill -0 "$step" 2>/dev/null; do  # a trap interrupts wait; the step may still be saving
-  rc=0
-  wait "$step" || rc=$?
-done
+wait "$step" || rc=$?  # bash keeps the code of what has ended
 # Preempted, or told to stop and saved: the same job starts again, unless somebody ends it. A task of an array is named,
 # since the id of one of them is that of the whole array.
 finished() {{ [ "$KIT_RUN/state/result.json" -nt "$KIT_RUN/state/start.$restart.json" ]; }}
@@ -123,21 +139,39 @@ exit "$rc"
 
 def render_script(run: Run) -> str:
     """The sbatch script of a run. One srun task a node; accelerate starts the ranks."""
-    recipe, cluster = run.recipe, run.cluster
-    contained = cluster.slurm.container.kind != "none"
-    python = shlex.quote(cluster.slurm.python or ("python3" if contained else sys.executable))
-    options = [*_directives(recipe, cluster, run.path), f"--signal=B:USR2@{warning_s(run)}", *cluster.slurm.options]
-    directives = "".join(f"#SBATCH {line}\n" for line in options)
-    lines = "".join(f"{line}\n" for line in cluster.slurm.setup)
+    return draft(run.recipe, run.cluster, run.path, Path(run.info["dataset"]), run.info["wandb_id"])
+
+
+def draft(recipe: Recipe, cluster: Cluster, path: Path, dataset: Path, wandb_id: str) -> str:
+    """The script of a run in the folder `path`, which need not be there yet."""
+    slurm, contained = cluster.slurm, cluster.slurm.container.kind != "none"
+    python = shlex.quote(slurm.python or ("python3" if contained else sys.executable))
+    warning = f"--signal=B:USR2@{warning_s(recipe, cluster, dataset)}"
+    directives = "".join(f"#SBATCH {line}\n" for line in [*_directives(recipe, cluster, path), warning, *slurm.options])
+    environment = _environment(recipe, cluster, path, wandb_id)
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in environment.items()]
+    lines = "".join(f"{line}\n" for line in slurm.setup)
     setup = f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n\n" if lines else ""
+    elsewhere = contained or slurm.python  # an interpreter that need not have the kit
     return f"#!/bin/bash\n{directives}" + BODY.format(
-        run=shlex.quote(str(run.path)),
-        python=shlex.quote(sys.executable if contained else cluster.slurm.python or sys.executable),
-        environment="\n".join(f"export {k}={shlex.quote(v)}" for k, v in _environment(run).items()),
+        run=shlex.quote(str(path)),
+        python=shlex.quote(sys.executable if contained else slurm.python or sys.executable),
+        environment="\n".join(exports + ([PYTHONPATH] if elsewhere else [])),
+        tokens=TOKENS.format(file=shlex.quote(str(private(slurm.env_file)))) if slurm.env_file else "",
         setup=setup,
-        container=_container(run),
+        container=_container(recipe, cluster, [path.parent, dataset], list(environment)),
         node_command=shlex.quote(("\n" + PYTHONPATH if contained else "") + NODE_COMMAND.format(python=python)),
     )
+
+
+def private(name: str) -> Path:
+    """A file of tokens. Raises InputError where it is not there, or where others can read it."""
+    path = Path(name).expanduser().absolute()
+    if not path.is_file():
+        raise InputError(f"slurm.env_file: {path} is not there. Write NAME=VALUE lines into it, and chmod 600 it.")
+    if (mode := path.stat().st_mode & 0o777) & 0o077:
+        raise InputError(f"slurm.env_file: {path} has mode {mode:o}, so others can read its tokens: chmod 600 it.")
+    return path
 
 
 def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:
@@ -160,61 +194,59 @@ def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:
     return lines
 
 
-def warning_s(run: Run) -> int:
+def warning_s(recipe: Recipe, cluster: Cluster, dataset: Path) -> int:
     """Seconds before the time limit at which Slurm warns the job.
 
     Twice a step, an evaluation and a save, as forecast; at least 120, and at most half of the limit.
     """
-    cluster, manifest = run.cluster, Path(run.info["dataset"]) / "manifest.json"
-    needed = 0.0
+    manifest, needed = dataset / "manifest.json", 0.0
     with contextlib.suppress(InputError):  # a family of models that the forecast does not know
-        forecast = predict(run.recipe, cluster, read_json(manifest) if manifest.exists() else None)
+        forecast = predict(recipe, cluster, read_json(manifest) if manifest.exists() else None)
         save = forecast.storage.checkpoint_gb * 1e9 / disk_rate(cluster, cluster.paths.runs)
         needed = 2 * ((forecast.time.step_range_s or (0, 0))[1] + (forecast.time.evaluation_s or 0) + save)
     return math.ceil(min(max(120.0, needed), cluster.slurm.limit_s / 2))
 
 
-def _container(run: Run) -> str:
+def _container(recipe: Recipe, cluster: Cluster, folders: list[Path], names: list[str]) -> str:
     """What stands between srun and the node's command. What the ranks read and write has the same path inside."""
-    image, hf_home = run.cluster.slurm.container, run.cluster.paths.hf_home or os.environ.get("HF_HOME")
-    folders = [run.path.parent, REPOSITORY, Path(run.info["dataset"]), Path(hf_home or "~/.cache/huggingface")]
-    folders += [model] if (model := locate(run.recipe.model.name)).is_dir() else []
+    image, hf_home = cluster.slurm.container, cluster.paths.hf_home or os.environ.get("HF_HOME")
+    folders = [*folders, REPOSITORY, Path(hf_home or "~/.cache/huggingface")]
+    folders += [model] if (model := locate(recipe.model.name)).is_dir() else []
     mounts = dict.fromkeys([str(p.expanduser().absolute()) for p in folders] + list(image.mounts))
     pairs = [m if ":" in m else f"{m}:{m}" for m in mounts]
     words = {
         "none": [],
         # What the image sets itself would win over the job, but for what is named.
         "pyxis": [f"--container-image={image.image}", f"--container-mounts={','.join(pairs)}",
-                  f"--container-env={','.join(_environment(run))}"],
+                  f"--container-env={','.join(names)}"],
         "apptainer": ["apptainer", "exec", "--nv", "--bind", ",".join(pairs), image.image],
     }[image.kind]  # fmt: skip
     return "".join(f"{shlex.quote(word)} " for word in words)
 
 
-def _environment(run: Run) -> dict[str, str]:
+def _environment(recipe: Recipe, cluster: Cluster, path: Path, wandb_id: str) -> dict[str, str]:
     """What every process of the job sees; the cluster's own settings win."""
-    info = run.info
     values = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
-        "WANDB_PROJECT": run.recipe.name,
-        "WANDB_DIR": str(run.path),
-        "WANDB_RUN_ID": info["wandb_id"],
+        "WANDB_PROJECT": recipe.name,
+        "WANDB_DIR": str(path),
+        "WANDB_RUN_ID": wandb_id,
         "WANDB_RESUME": "allow",
         "WANDB_SILENT": "true",
         "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # default 15 s, and a killed run would leave nothing
         "WANDB_X_STATS_SAMPLING_INTERVAL": "2",
         "HF_HUB_OFFLINE": "1",  # what the job needs was found at launch; compute nodes may have no network
     }
-    if run.cluster.slurm.container.kind == "none" and not run.cluster.slurm.python:
+    if cluster.slurm.container.kind == "none" and not cluster.slurm.python:
         values["KIT_SOFTWARE"] = json.dumps(rendezvous.software())  # what runs here: the nodes have to agree
-    if run.cluster.paths.hf_home:
-        values["HF_HOME"] = run.cluster.paths.hf_home
-    if run.cluster.nodes.gpus == 0:
-        threads = max(1, run.cluster.nodes.cpus // run.recipe.parallel.gpus_per_node)
+    if cluster.paths.hf_home:
+        values["HF_HOME"] = cluster.paths.hf_home
+    if cluster.nodes.gpus == 0:
+        threads = max(1, cluster.nodes.cpus // recipe.parallel.gpus_per_node)
         values |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    return values | run.cluster.environment
+    return values | cluster.environment
 
 
 def render_accelerate(recipe: Recipe, cluster: Cluster) -> str:

@@ -1,5 +1,6 @@
 """Slurm: submit, ask, wait, cancel. Where no sbatch answers, a local runner executes the very same script."""
 
+import math
 import os
 import re
 import time
@@ -17,8 +18,7 @@ from kit.watcher import task_states as task_states
 
 def available() -> bool:
     """Whether this machine belongs to a Slurm cluster, even one whose controller does not answer just now."""
-    done = queue.command("sinfo", "-h", "-o", "%P", timeout=15)
-    return done.returncode in (0, 124) or "controller" in done.stderr or "timed out" in done.stderr
+    return "Slurmctld" in queue.command("scontrol", "ping").stdout  # UP or DOWN, at once
 
 
 def launch(
@@ -57,19 +57,26 @@ def launch_script(
     At most `limit` tasks run at once (0: all). Raises as `launch` does.
     """
     run = Run.create_for_script(script, cluster, name)
-    array = [f"--array=0-{count - 1}" + (f"%{limit}" if limit else "")] if count else []
-    directives = " ".join(re.findall(r"^#SBATCH(.*)", script, re.MULTILINE))
-    if not re.search(r"\s(-o|--out)", directives):
-        name = "%A_%a" if count or re.search(r"\s(-a|--array)", directives) else "%j"
-        array.append(f"--output={run.path}/logs/slurm-{name}.out")
-    submit(run, *array, after=after, when=when)
+    run.note(array=f"0-{count - 1}" + (f"%{limit}" if limit else "") if count else "")
+    submit(run, after=after, when=when)
     return run
+
+
+def _own_options(run: Run) -> list[str]:
+    """What sbatch is told beside a user's own script: the array, and where the log goes unless the script says."""
+    array, script = run.info.get("array"), (run.path / "job.sbatch").read_text(errors="surrogateescape")
+    directives = " ".join(re.findall(r"^#SBATCH(.*)", script, re.MULTILINE))
+    name = "%A_%a" if array or re.search(r"\s(-a|--array)", directives) else "%j"
+    log = [] if re.search(r"\s(-o|--out)", directives) else [f"--output={run.path}/logs/slurm-{name}.out"]
+    return log + ([f"--array={array}"] if array else [])
 
 
 def check(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for a recipe that this cluster, or kit.train, cannot run."""
-    from kit import model
+    from kit import model, sbatch
 
+    if cluster.slurm.env_file:
+        sbatch.private(cluster.slurm.env_file)
     parallel, nodes = recipe.parallel, cluster.nodes
     if parallel.strategy.startswith("zero") or recipe.tuning.method == "qlora":
         what = "tuning.method qlora" if recipe.tuning.method == "qlora" else f"parallel.strategy {parallel.strategy}"
@@ -114,9 +121,11 @@ def check_fit(recipe: Recipe, cluster: Cluster) -> None:
 # What sbatch says, and what to change. Source: slurm_errno.c of Slurm 22.05.
 REFUSALS = {
     "invalid partition": "Set slurm.partition to one of: {partitions}.",
+    "invalid qos": "Take --qos out of slurm.options, or name one that `sacctmgr show qos` lists.",
     "qos": "A limit of your account or QOS is reached: wait for jobs to end, ask for less, or for another QOS.",
     "account": "Set slurm.account to one that `sacctmgr show associations user=$USER` lists.",
     "configuration is not available": "No node has that many GPUs, CPUs or that memory: see `sinfo -o '%P %c %m %G'`.",
+    "processors": "Lower nodes.cpus: the job asks for all of them; `sinfo -o '%P %c'` lists what nodes have.",
     "node count": "Lower the number of nodes; `sinfo -o '%P %D'` lists what each partition has.",
     "generic resource": "Set slurm.gres to what `sinfo -o '%P %G'` lists.",
     "time limit": "Lower slurm.time; `sinfo -o '%P %l'` lists the limits.",
@@ -126,6 +135,7 @@ REFUSALS = {
 
 # Source: the reasons in squeue(1).
 PENDING = {
+    "None": "Slurm has not looked at it yet",
     "Priority": "jobs of higher priority go first",
     "Resources": "it is next, and waits until enough nodes, CPUs or GPUs are free",
     "Dependency": "the run that it follows has not ended",
@@ -143,14 +153,13 @@ PENDING = {
 }
 
 
-def submit(run: Run, *options: str, after: Run | None = None, when: str = "ok") -> None:
+def submit(run: Run, after: Run | None = None, when: str = "ok") -> None:
     """sbatch, or the local runner; a run that was submitted before goes on where its last checkpoint is.
 
     Raises SubmitError with Slurm's own words, InputError while the run's last job has not ended.
     """
-    script = run.path / "job.sbatch"
-    own = not (run.path / "recipe.toml").exists()
-    options += tuple(_dependency(after, when))
+    script, own = run.path / "job.sbatch", not run.trains
+    options = _dependency(after, when) + (_own_options(run) if own else [])
     if run.job_id:
         if not (now := state(run)).ended:
             raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
@@ -225,51 +234,67 @@ def wait(run: Run, timeout: float | None = None, every: float = 0.5) -> evidence
 
 
 def cancel(run: Run, task: int | None = None) -> None:
-    """End the run, or one task of an array: scancel, or the local runner. Raises KitError where Slurm refuses."""
+    """End the run, or one task of an array: scancel, or the local runner.
+
+    Raises InputError where it has ended, since its job id may be another job's by now; KitError where Slurm refuses.
+    """
+    if (now := state(run)).ended or not now.job_id:
+        raise InputError(f"{now.run} is {now.state}: there is nothing to cancel.")
     _told(run, "cancel", task, "scancel")
 
 
 def requeue(run: Run, task: int | None = None) -> None:
-    """Start the run's job again under the same id, from its last checkpoint. Raises KitError where Slurm refuses.
+    """Start the run again from its last checkpoint: as the same job while Slurm remembers it, else as a new one.
 
-    Slurm can as long as it remembers the job; later, `submit` does.
+    One task of an array can start again only while Slurm remembers. Raises KitError where Slurm refuses.
     """
-    _told(run, "requeue", task, "scontrol", "requeue")
+    ended, job = state(run).ended, run.job_id or ""
+    known = job.isdigit() and f" Command={run.info.get('script')} " in queue.records([job]).get(job, "")
+    if not job.isdigit() or (ended and not known):
+        if task is not None:
+            raise KitError(f"Slurm does not know job {job} any more: launch the work of task {task} as a new run.")
+        return submit(run)
+    return _told(run, "requeue", task, "scontrol", "requeue")
 
 
 def _told(run: Run, what: str, task: int | None, *command: str) -> None:
     key, facts = (run.job_id or "", {}) if task is None else (f"{run.job_id}_{task}", {"task": task})
-    if key.startswith("local-") and what == "cancel":
-        evidence.witness(run, what)
-        return local.stop(run)
-    done = queue.command(*command, key)
-    if done.returncode != 0:
-        raise KitError(f"{' '.join(command)} {key}: {done.stderr.strip() or 'failed'}")
+    if not key.startswith("local-"):
+        done = queue.command(*command, key)
+        if done.returncode != 0:
+            raise KitError(f"{' '.join(command)} {key}: {done.stderr.strip() or 'failed'}")
     evidence.witness(run, what, **facts)
-    return None
+    if key.startswith("local-"):
+        local.stop(run)
 
 
 def why_pending(run: Run) -> str:
-    """Slurm's reason in words, and its estimate of the start, for a job that waits."""
-    rows = queue.look().rows
-    row = next((r for k, r in rows.items() if k.partition("_")[0] == run.job_id and r["State"] == "PENDING"), None)
+    """Slurm's reason in words, and its estimate of the start, for a job that waits; empty for another."""
+    now, rows = state(run), queue.look().rows
+    if now.state == "PENDING" and now.job_id not in {key.partition("_")[0] for key in rows}:
+        rows = queue.jobs("-j", str(now.job_id))[0]  # younger than the shared answer
+    row = next((r for k, r in rows.items() if k.partition("_")[0] == now.job_id and r["State"] == "PENDING"), None)
     if not row:
-        return "the job does not wait in the queue"
+        return ""
     words = next((text for key, text in PENDING.items() if key in row["Reason"]), "see `man squeue`")
     start = "not known yet" if row["StartTime"] == "N/A" else row["StartTime"]
     return f"pending, reason {row['Reason']}: {words}; estimated start {start}"
 
 
-def follow(run: Run, ranks: Collection[int] | None = None) -> Iterator[str]:
-    """New lines of the job's log and of every rank's, or of these ranks', each with its file's name, until the end."""
+def follow(run: Run, ranks: Collection[int] | None = None, lines: int = 20, seconds: float = math.inf) -> Iterator[str]:
+    """Lines of the job's log and of every rank's, or of these ranks', each with its file's name, as they are written.
+
+    Begins with the last `lines` of each, of 64 KiB at most; stops when the run ends, or after some seconds.
+    """
     places: dict[Path, int] = {}
-    ended = False
+    deadline, ended = time.monotonic() + seconds, False
     while not ended:
-        ended = state(run).ended
+        ended = state(run).ended or time.monotonic() > deadline
         for path in run.logs(ranks):
             with path.open("rb") as stream:
-                place = stream.seek(places.get(path, max(0, path.stat().st_size - 2**16)))  # of the past, 64 KiB
+                place = stream.seek(places.get(path, max(0, path.stat().st_size - 2**16)))
                 whole, newline, _ = stream.read().rpartition(b"\n")
             places[path] = place + len(whole + newline)
-            yield from (f"[{path.stem}] {line}" for line in whole.decode(errors="replace").splitlines())
+            yield from (f"[{path.stem}] {line}" for line in whole.decode(errors="replace").splitlines()[-lines:])
+        lines = 0  # from now on all
         time.sleep(0 if ended else 1)

@@ -116,7 +116,7 @@ def _seen(case: _Case, seen: queue.Queue) -> dict[str, Any]:
     if trouble or seen.time < submitted:
         return {}
     # What ran and ended since it was submitted would still be remembered; a task cancelled while it waits is not.
-    young = seen.time < submitted + (seen.min_job_age or math.inf) and not case.last("start")["time"]
+    young = seen.time < submitted + (seen.min_job_age or math.inf) and not case.last("start", "exit")["time"]
     if case.key in seen.left or (young and not row):
         return {"state": "CANCELLED", "reason": "it left the queue before it started"}
     return {"gone": True}

@@ -116,6 +116,15 @@ def test_an_error_stops_it_before_anything_is_written(shell: InteractiveShell) -
     assert "KS104" in str(out.outputs[0].data["text/html"]) and not Path("runs").exists()
 
 
+def test_a_dry_run_shows_the_script_and_its_findings_and_submits_nothing(shell: InteractiveShell) -> None:
+    shell.run_cell("nodes = 3")
+    with capture_output() as out:
+        cell = CLEAN.replace("--nodes=1", "--nodes={{nodes}}") + "srun hostname | tee log; pip install x\n"
+        assert shell.run_cell_magic("sbatch", "--dry-run", cell) is None
+    assert "--nodes=3" in out.stdout and "Nothing was submitted" in out.stdout
+    assert "KS606" in str(out.outputs[0].data) and not Path("runs").exists()
+
+
 def test_a_wrong_option_is_a_usage_error(shell: InteractiveShell) -> None:
     with pytest.raises(UsageError, match="--nodes"):
         shell.run_cell_magic("sbatch", "--nodes=2", CLEAN)

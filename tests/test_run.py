@@ -74,6 +74,14 @@ def test_a_run_of_ones_own_script_has_no_recipe_and_keeps_the_script_byte_for_by
         run.recipe  # noqa: B018
 
 
+def test_a_run_of_ones_own_script_has_metrics_like_another(recipe, local, tmp_path):
+    from kit.metrics import Metrics
+
+    trains, own = Run.create(recipe, local, tmp_path, "d"), Run.create_for_script("#!/bin/sh\n", local, "mine")
+    assert trains.trains and not own.trains
+    assert Metrics(trains.path).expected == 1 and Metrics(own.path).expected == 0  # nobody said how many nodes
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_and_leaves_a_cancelled_run(recipe, local, tmp_path):
     (tmp_path / "long.toml").write_text(recipe.override(**{"schedule.max_steps": 5000}).toml())

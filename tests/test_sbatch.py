@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from kit.cluster import Cluster, Container, Slurm
+from kit.errors import InputError
+from kit.lint import lint
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.sbatch import render_accelerate, render_script, warning_s
+from kit.slurm import launch, wait
 from kit.timing import predict
 from tests.conftest import REPOSITORY
 
@@ -63,7 +66,7 @@ def test_each_node_meets_the_others_at_slurms_address_before_anything_runs(run):
 def test_set_up_lines_may_read_unset_variables_and_the_rest_may_not(recipe, local, tmp_path):
     slurm = dataclasses.replace(local.slurm, setup=('echo "before[$NEVER_SET]"',))
     script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
-    setup = script[script.index("set +u") : script.index("# The head")]
+    setup = script[script.index("set +u") : script.index("# The head's")]
     done = subprocess.run(["bash", "-c", f"set -u\n{setup}\necho $NEVER_SET"], capture_output=True, text=True)
     assert done.stdout == "before[]\n" and "NEVER_SET: unbound variable" in done.stderr
 
@@ -83,8 +86,8 @@ def test_slurm_warns_in_time_for_two_steps_and_saves_and_never_before_half_of_th
         slurm = dataclasses.replace(cluster.slurm, time=limit)
         paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
         run = Run.create(job, dataclasses.replace(cluster, slurm=slurm, paths=paths), tmp_path, "digest")
-        assert f"#SBATCH --signal=B:USR2@{warning_s(run)}\n" in render_script(run)
-        return warning_s(run)
+        assert f"#SBATCH --signal=B:USR2@{warning_s(run.recipe, run.cluster, tmp_path)}\n" in render_script(run)
+        return warning_s(run.recipe, run.cluster, tmp_path)
 
     assert warned(recipe, local, "") == warned(recipe, local, "1-0") == 120
     assert warned(recipe, local, "1") == 30
@@ -109,7 +112,7 @@ def test_an_image_gets_what_the_ranks_read_and_write_under_the_same_paths(tmp_pa
     script = render_script(run)
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     words = shlex.split(script[script.index("srun --ntasks") : script.index(" &\nstep=$!")])
-    mounts = [str(run.path.parent), str(REPOSITORY), str(tmp_path / "data"), "/pool/hf_cache", str(tiny)]
+    mounts = [str(run.path.parent), str(tmp_path / "data"), str(REPOSITORY), "/pool/hf_cache", str(tiny)]
     mounts = ",".join([*(f"{m}:{m}" for m in mounts), "/scratch:/tmp/big"])
     if kind == "pyxis":
         assert words[3:5] == ["--container-image=/images/kit 1.sqsh", f"--container-mounts={mounts}"]
@@ -129,8 +132,90 @@ def test_another_interpreter_by_profile_runs_the_ranks_and_is_not_held_against_t
 
 
 def write(path, text):
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path
+
+
+ENVIRONMENTS = {
+    "modules": {"setup": ("module purge", "module load cuda/12.8 gcc")},
+    "conda": {
+        "setup": ('source "$(conda info --base)/etc/profile.d/conda.sh"', "conda activate kit"),
+        "python": "python",
+    },
+    "venv": {"setup": ("source /shared/venv/bin/activate",), "python": "python"},
+    "pyxis": {"container": Container(kind="pyxis", image="nvcr.io#nvidia/pytorch:26.06-py3")},
+    "apptainer": {
+        "container": Container(kind="apptainer", image="/shared/kit.sif"),
+        "setup": ("module load apptainer",),
+    },
+    "tokens": {"env_file": "tokens"},
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_script_is_right_and_without_a_finding_in_every_environment(tmp_path, name):
+    write(tmp_path / "tokens", "HF_TOKEN=x\n").chmod(0o600)
+    job, cluster = big()
+    paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
+    cluster = dataclasses.replace(
+        cluster, paths=paths, slurm=dataclasses.replace(cluster.slurm, **ENVIRONMENTS[name])
+    )  # fmt: skip
+    assert Cluster.load(write(tmp_path / "c.toml", cluster.toml())) == cluster
+    script = render_script(Run.create(job, cluster, tmp_path, "digest"))
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert [f for f in lint(script, cluster=cluster, version="22.05.8") if f.severity != "info"] == []
+    for line in ENVIRONMENTS[name].get("setup", ()):
+        places = [script.index(f"\n{words}") for words in ("set +u", f"{line}\n", "set -u\n", "srun ")]
+        assert places == sorted(places)
+    elsewhere = name in ("conda", "venv", "pyxis", "apptainer")  # an interpreter that need not have the kit
+    assert (f"export PYTHONPATH={REPOSITORY}:" in script) == elsewhere == ("KIT_SOFTWARE" not in script)
+
+
+@pytest.mark.slow
+def test_modules_and_an_image_run_the_ranks_through_a_stand_in_for_apptainer(recipe, local, tmp_path, monkeypatch):
+    """What a stand-in proves: words, environment and paths. An image of one's own, and pyxis, were not at hand."""
+    body = 'printf "%s\\n" "$@" > "$KIT_RUN/state/asked"\nshift 5\nexec "$@"\n'
+    write(stand_in := tmp_path / "bin" / "apptainer", f"#!/bin/sh\n{body}")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    module = 'module() { echo "loaded $2 after [$LOADEDMODULES]"; export FROM_MODULE=$2; }'  # reads an unset variable
+    slurm = dataclasses.replace(
+        local.slurm, setup=(module, "module load cuda/12.8"), python=sys.executable,
+        container=Container(kind="apptainer", image="/images/kit.sif", mounts=("/scratch",)),
+    )  # fmt: skip
+    job = recipe.override(**{"schedule.max_steps": 1, "parallel.gpus_per_node": 1})
+    run = launch(job, dataclasses.replace(local, slurm=slurm))
+    assert wait(run, 400).state == "COMPLETED", run.tail()
+    assert "loaded cuda/12.8 after []" in run.log.read_text()
+    asked = (run.path / "state" / "asked").read_text().splitlines()
+    assert asked[:3] == ["exec", "--nv", "--bind"] and asked[3].endswith(",/scratch:/scratch")
+    assert asked[4:7] == ["/images/kit.sif", "bash", "-c"]
+
+
+def test_tokens_are_read_from_a_private_file_and_from_no_other(recipe, local, tmp_path):
+    file = write(
+        tmp_path / "my tokens", "# mine\nHF_TOKEN=hf_a b\nexport KEY=\"quoted\"\n  no line\nX=a=b'c\nLAST='end'"
+    )
+    profile = dataclasses.replace(local, slurm=dataclasses.replace(local.slurm, env_file=str(file)))
+    for mode, words in ((0o644, "has mode 644"), (0o640, "has mode 640"), (0o604, "has mode 604")):
+        file.chmod(mode)
+        with pytest.raises(InputError, match=rf"my tokens {words}, so others can read its tokens: chmod 600 it"):
+            launch(recipe, profile)
+    assert not (tmp_path / "runs").exists()
+    file.chmod(0o600)
+    script = render_script(Run.create(recipe, profile, tmp_path, "digest"))
+    assert "hf_a" not in script
+    part = script[script.index("if [[ $(stat") : script.index("# The head's")]
+    show = 'printf "<%s>" "$HF_TOKEN" "$KEY" "$X" "$LAST"'
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", part + show], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("<hf_a b><quoted><a=b'c><end>", "")
+    file.chmod(0o640)  # after the launch
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", part + show], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and "chmod 600 it" in done.stderr
+    file.unlink()
+    with pytest.raises(InputError, match=r"slurm.env_file: .*my tokens is not there. Write NAME=VALUE lines"):
+        launch(recipe, profile)
 
 
 def test_rows_reach_the_disk_within_a_second(run):

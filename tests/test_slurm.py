@@ -240,9 +240,12 @@ def test_a_run_that_ended_is_started_again_as_long_as_slurm_remembers_it(live_sl
     while (now := slurm.state(run)).state != "COMPLETED" and time.monotonic() < until:
         time.sleep(0.5)
     assert (now.state, now.exit_code) == ("COMPLETED", 0), now.lines()
-    run.note(job_id="99999")
-    with pytest.raises(KitError, match=r"scontrol requeue 99999: .*Invalid job id"):
-        slurm.requeue(run)
+    run.note(job_id="99999")  # one that Slurm does not know: it becomes a new job
+    evidence.witness(run, "slurm", state="FAILED", exit_code=9)
+    with pytest.raises(KitError, match=r"does not know job 99999 any more: .* task 0"):
+        slurm.requeue(run, 0)
+    slurm.requeue(run)
+    assert run.job_id != "99999" and slurm.wait(run, timeout=60).exit_code == 9
 
 
 @pytest.mark.slurm
@@ -277,7 +280,7 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_half_made_run(recipe, l
     try:
         cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(small / "runs")))
         run = Run.create_for_script("#!/bin/sh\n", cluster, "before")
-        client(tmp_path / "bin", "sinfo")
+        client(tmp_path / "bin", "scontrol", "Slurmctld(primary) at here is UP\n")
         monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
         with pytest.raises(OSError, match="No space left"):
             (small / "filler").write_bytes(bytes(200_000))
@@ -325,6 +328,9 @@ def test_slurm_is_asked_in_text_whose_form_no_release_changes(clients, tmp_path)
 
 def test_without_accounting_sacct_is_never_asked(clients, tmp_path):
     client(tmp_path / "bin", "sacct", code=1, complaint="Slurm accounting storage is disabled")
+    clients.note(submitted=time.time() - 400)  # longer ago than Slurm remembers
+    (clients.path / "state" / "ledger.jsonl").unlink()
+    evidence.witness(clients, "submit", time=time.time() - 400)
     assert slurm.state(clients).state == "LOST"
     assert not (tmp_path / "bin" / "sacct.asked").exists()
 
