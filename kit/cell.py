@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def in_lab(shell: Any) -> bool:
-    """JupyterLab names the cell in each request; papermill and nbclient do not, and must not meet a widget."""
+def in_lab(shell: Any) -> str:
+    """The id of the cell that runs: JupyterLab names it; papermill and nbclient do not, and must not meet a widget."""
     kernel = getattr(shell, "kernel", None)
-    return kernel is not None and "cellId" in kernel.get_parent().get("metadata", {})
+    return kernel.get_parent().get("metadata", {}).get("cellId", "") if kernel else ""
 
 
 def publish(display: str, data: dict[str, Any], update: bool = False) -> None:

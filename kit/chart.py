@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
 LIMIT, BAD, INK, MUTED, GRID = "#334155", "#dc2626", "#0f172a", "#64748b", "#e2e8f0"
-POINTS = 1200  # of all lines of a chart together: two a pixel, about 15 kB
+POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB; and of each at least FEW
+FEW = 24
 LEFT, RIGHT, BOTTOM, ROW, LETTER = 56, 22, 38, 15, 6.2  # pixels; LETTER is a mean width at 11 px
 Floats = NDArray[np.float64]
 
@@ -24,6 +25,8 @@ class Line:
     x: Sequence[float] | Floats
     y: Sequence[float] | Floats
     limit: bool = False
+    label: str = ""  # what it is called where it is pointed at, if not by its name
+    bad: int = 0  # values that are not finite, where these points are not all of them
 
 
 class Drawn(NamedTuple):
@@ -33,7 +36,7 @@ class Drawn(NamedTuple):
     x: Floats
     y: Floats
     colour: str
-    stroke: str
+    dash: str
 
 
 def thin(x: Any, y: Any, points: int) -> tuple[Floats, Floats]:
@@ -50,6 +53,16 @@ def thin(x: Any, y: Any, points: int) -> tuple[Floats, Floats]:
     bad = np.flatnonzero(~finite)
     keep = np.unique(np.concatenate([extremes.ravel(), bad[:: len(bad) // 20 + 1], [0, len(y) - 1]]))
     return x[keep], y[keep]
+
+
+def smoothed(y: Floats, weight: float) -> Floats:
+    """The exponential moving average, in which the start does not weigh more; what is not finite stays as it is."""
+    out, mean, sum_of_weights = y.copy(), 0.0, 0.0
+    for i in np.flatnonzero(np.isfinite(y)):
+        mean = weight * mean + (1 - weight) * y[i]
+        sum_of_weights = weight * sum_of_weights + 1 - weight
+        out[i] = mean / sum_of_weights
+    return out
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -84,7 +97,10 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart; `low` and `high` are values that the y axis must include."""
+    """A line chart; `low` and `high` are values that the y axis must include, `smooth` is the weight of the past.
+
+    On a logarithmic y axis only values above 0 have a place.
+    """
 
     title: str
     x_title: str
@@ -92,6 +108,14 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     low: float = math.inf
     high: float = -math.inf
+    log: bool = False
+    smooth: float = 0.0
+    noisy: bool = True  # whether smoothing does it good
+
+    @property
+    def bad(self) -> int:
+        """How many values are not finite."""
+        return sum(line.bad or int(np.sum(~np.isfinite(np.asarray(line.y, float)))) for line in self.lines)
 
     def svg(self, width: int = 470, height: int = 230) -> str:
         """The drawing, text in the reader's sans-serif. Values that are not finite are red crosses, and counted."""
@@ -99,8 +123,8 @@ class Chart:
         legend, top = _legend(lines, width)
         body = _text(0, 13, self.title, "start", f'font-weight="600" fill="{INK}"') + legend
         body += self._plot(lines, width, height, top) if lines else _text(width / 2, height / 2, "nothing logged yet")
-        if bad := sum(int(np.sum(~np.isfinite(np.array(line.y, float)))) for line in self.lines):
-            body += _text(width - RIGHT, 13, f"NaN or infinite: {bad}", "end", f'font-weight="600" fill="{BAD}"')
+        if self.bad:
+            body += _text(width - RIGHT, 13, f"NaN or infinite: {self.bad:,}", "end", f'font-weight="600" fill="{BAD}"')
         return frame(self.title, width, height, body)
 
     def _repr_svg_(self) -> str:
@@ -108,48 +132,83 @@ class Chart:
 
     def drawn(self) -> list[Drawn]:
         """Each line that has points, thinned so that the whole chart keeps about POINTS, with its colour."""
-        budget = max(12, POINTS // max(1, len(self.lines)))
+        budget = max(FEW, POINTS // max(1, len(self.lines)))
         names = list(dict.fromkeys(line.name for line in self.lines if not line.limit))
         out = []
-        for line in (line for line in self.lines if len(line.x)):
-            colour = LIMIT if line.limit else COLOURS[names.index(line.name) % len(COLOURS)]
-            stroke = f'stroke="{colour}"' + (' stroke-dasharray="4 3"' if line.limit else "")
-            out.append(Drawn(line, *thin(line.x, line.y, budget), colour, stroke))
+        for line in self.lines:
+            x, y = thin(line.x, line.y, budget)
+            if self.log:
+                x, y = x[~(y <= 0)], y[~(y <= 0)]
+            around, place = (0, 0) if line.limit else divmod(names.index(line.name), len(COLOURS))
+            dash = "4 3" if line.limit else ("", "7 2", "2 2")[around % 3]
+            out += [Drawn(line, x, y, LIMIT if line.limit else COLOURS[place], dash)] if len(x) else []
         return out
 
     def _plot(self, lines: list[Drawn], width: int, height: int, top: int) -> str:
         x0, x1 = _span(np.concatenate([line.x for line in lines]), math.inf, -math.inf, 0)
-        y0, y1 = _span(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]), self.low, self.high, 0.05)
+        y0, y1 = self._heights(lines)
         right, bottom = width - RIGHT, height - BOTTOM
         out = _text((LEFT + right) / 2, height - 6, self.x_title)
         out += _text(0, 0, self.y_title, "middle", f'transform="translate(10 {(top + bottom) / 2}) rotate(-90)"')
-        for value in ticks(y0, y1):
+        for value, text in self._marks(y0, y1):
             y = float(np.interp(value, [y0, y1], [bottom, top]))
-            out += f'<path d="M{LEFT} {y:.1f}H{right}" stroke="{GRID}"/>' + _text(LEFT - 6, y + 4, number(value), "end")
+            out += f'<path d="M{LEFT} {y:.1f}H{right}" stroke="{GRID}"/>' + _text(LEFT - 6, y + 4, text, "end")
         for value in ticks(x0, x1):
             x = float(np.interp(value, [x0, x1], [LEFT, right]))
             out += f'<path d="M{x:.1f} {bottom}v4" stroke="{MUTED}"/>' + _text(x, bottom + 16, number(value))
         out += f'<path d="M{LEFT} {bottom}H{right}" stroke="{MUTED}"/>'
-        pen = 'stroke-width="1.5"' if len(lines) <= len(COLOURS) else 'stroke-width="1" stroke-opacity="0.5"'
+        crowded = len(lines) > len(COLOURS)
         for line in lines:
-            dots = len(line.x) <= 30 and not line.line.limit
-            ys = np.where(np.isfinite(line.y), np.interp(line.y, [y0, y1], [bottom, top]), np.nan)
-            out += _path(np.interp(line.x, [x0, x1], [LEFT, right]), ys, f"{line.stroke} {pen}", top, dots)
+            xs = np.interp(line.x, [x0, x1], [LEFT, right])
+            pen = 'stroke-width="1" stroke-opacity="0.5"' if crowded else 'stroke-width="1.5"'
+            shown = line.y
+            if self.smooth and self.noisy and not line.line.limit:
+                faint = 'stroke-width="1" stroke-opacity="0.25"'
+                out += _path(xs, self._place(line.y, y0, y1, bottom, top), f"{_stroke(line)} {faint}", top, False)
+                shown = smoothed(line.y, self.smooth)
+            dots = len(line.x) <= FEW and not line.line.limit and not crowded
+            out += _path(xs, self._place(shown, y0, y1, bottom, top), f"{_stroke(line)} {pen}", top, dots)
         return out
+
+    def _heights(self, lines: list[Drawn]) -> tuple[float, float]:
+        """The range of the y axis; of the logarithms on a logarithmic one."""
+        values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+        low, high = (math.inf, -math.inf) if self.log else (self.low, self.high)
+        return _span(np.log10(values) if self.log else values, low, high, 0.05)
+
+    def _place(self, y: Floats, y0: float, y1: float, bottom: float, top: float) -> Floats:
+        known = np.where(np.isfinite(y), y, np.nan)
+        return np.interp(np.log10(known) if self.log else known, [y0, y1], [bottom, top])
+
+    def _marks(self, low: float, high: float) -> list[tuple[float, str]]:
+        """Where the y axis has its numbers, and these: round ones, or powers of ten if they are two at least."""
+        if not self.log:
+            return [(value, number(value)) for value in ticks(low, high)]
+        powers = range(math.ceil(low), math.floor(high) + 1)
+        few = [10.0**n for n in powers[:: len(powers) // 6 + 1]]
+        values = few if len(few) > 1 else [value for value in ticks(10**low, 10**high) if value > 0]
+        return [(math.log10(value), number(value)) for value in values]
 
 
 def _legend(lines: list[Drawn], width: int) -> tuple[str, int]:
     """Name and last value of each line, or the mean of those of one name and how many; and where the plot may start."""
     out, x, y = "", 0.0, 13 + ROW
-    for name, line in {line.line.name: line for line in lines}.items():
+    names = {line.line.name: line for line in lines}
+    few = len(names) <= len(COLOURS)
+    for name, line in names.items():
         last = [one.y[-1] for one in lines if one.line.name == name]
-        text = f"{name} {number(sum(last) / len(last))}" + (f" (mean of {len(last)})" if len(last) > 1 else "")
+        mean = f" (mean of {len(last)})" if len(last) > 1 and few else ""
+        text = f"{name} {number(sum(last) / len(last))}{mean}"
         if x and x + 18 + LETTER * len(text) > width:
             x, y = 0.0, y + ROW
-        out += f'<path d="M{x:.0f} {y - 4}h14" {line.stroke} stroke-width="2"/>'
+        out += f'<path d="M{x:.0f} {y - 4}h14" {_stroke(line)} stroke-width="2"/>'
         out += _text(x + 18, y, text, "start")
         x += 30 + LETTER * len(text)
     return out, y + 10
+
+
+def _stroke(line: Drawn) -> str:
+    return f'stroke="{line.colour}"' + (f' stroke-dasharray="{line.dash}"' if line.dash else "")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "") -> str:
@@ -167,12 +226,15 @@ def _span(values: Floats, low: float, high: float, margin: float) -> tuple[float
 def _path(xs: Floats, ys: Floats, stroke: str, top: float, dotted: bool) -> str:
     """A line with gaps and red crosses where it is not finite; few points get dots, so that a single one is seen."""
     line = dots = crosses = ""
-    for x, y, before in zip(xs, ys, [math.nan, *ys[:-1]], strict=True):
+    at = (math.nan, math.nan)  # the pen, in tenths of a pixel: steps from there are half as long to write
+    for x, y in zip(np.rint(10 * xs), np.rint(10 * ys), strict=True):
         if math.isnan(y):
-            crosses += f"M{x - 4:.1f} {top}l8 8m0 -8l-8 8"
-            continue
-        line += f"{'M' if math.isnan(before) else 'L'}{x:.1f} {y:.1f}"
-        dots += f"M{x:.1f} {y:.1f}h0" if dotted else ""
-    out = f'<path d="{line}" fill="none" {stroke} stroke-linejoin="round"/>'
+            crosses += f"M{x / 10 - 4:.1f} {top}l8 8m0 -8l-8 8"
+        else:
+            up = math.isnan(at[1])
+            line += f"M{x / 10:g} {y / 10:g}" if up else f"l{(x - at[0]) / 10:g} {(y - at[1]) / 10:g}"
+            dots += f"M{x / 10:g} {y / 10:g}h0" if dotted else ""
+        at = (x, y)
+    out = f'<path d="{line.replace(" -", "-")}" fill="none" {stroke} stroke-linejoin="round"/>'
     out += f'<path d="{dots}" {stroke} style="stroke-width:4.5" stroke-linecap="round"/>' if dots else ""
     return out + (f'<path d="{crosses}" stroke="{BAD}" stroke-width="2"/>' if crosses else "")

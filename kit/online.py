@@ -5,21 +5,24 @@ It asks for little: six requests in any minute, counted before they are made, an
 then tries once more (`x_graphql_retry_max`), after the time that the server's Retry-After says.
 """
 
+import contextlib
 import json
 import math
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kit.errors import InputError, KitError
 from kit.metrics import Store
@@ -105,7 +108,7 @@ class _Asker:
         self.last_step, self.last_sample = -1, 0.0
         self.times: deque[float] = deque([-math.inf] * PER_MINUTE, PER_MINUTE)
 
-    @contextmanager
+    @contextlib.contextmanager
     def asking(self, requests: int) -> Iterator[None]:
         """Wait until so many requests more are polite, and say that they begin."""
         _rest(self.times[requests - 1] + self.minute - time.monotonic())
@@ -202,10 +205,10 @@ def main(path: str, minute: str) -> None:
         _rest(pause * more)
 
 
-def sync(place: str | Path | Run, echo: Callable[[str], None] = print) -> None:
+def sync(place: str | Path | Run, echo: Callable[[str], None] = print, timeout: float = 600.0) -> None:
     """Bring a run that was logged offline to the server by `wandb sync`, whose lines go to `echo` as they come.
 
-    Raises InputError where no log is, KitError with the last line when it did not work.
+    Raises InputError where no log is, KitError with the last line when it did not work within `timeout` seconds.
     """
     logs = find_logs(place.path if isinstance(place, Run) else Path(place))
     if not logs:
@@ -214,10 +217,23 @@ def sync(place: str | Path | Run, echo: Callable[[str], None] = print) -> None:
     command, line = [sys.executable, "-m", "wandb", "sync", *folders], ""
     pipe, out = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(command, env=_environment(), text=True, stdout=pipe, stderr=out) as process:
+        alarm = threading.Timer(timeout, _end, (process.pid,))
+        alarm.start()
         for line in process.stdout or ():
             echo(line.rstrip())
+        alarm.cancel()
+    if process.returncode == -signal.SIGKILL:
+        raise KitError(f"wandb sync did not end within {timeout:.0f} s and was stopped: {line.strip()}")
     if process.returncode:
         raise KitError(f"wandb sync ended with exit code {process.returncode}: {line.strip()}")
+
+
+def _end(pid: int) -> None:
+    """Kill the process and those it started, wandb's service, which keep its output open."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            one.kill()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import nbformat
+import numpy as np
 import papermill
 import pytest
 import wandb
@@ -18,10 +19,13 @@ from jupyter_client.manager import start_new_kernel
 
 from kit import files
 from kit.board import watch
-from kit.chart import Chart, Line, number, thin, ticks
+from kit.chart import Chart, Line, number, smoothed, thin, ticks
+from kit.cli import main
 from kit.errors import InputError
+from kit.panels import delta, plain
 from kit.recipe import Recipe
 from kit.run import Run
+from tests.test_online import KEY, Server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -46,15 +50,18 @@ def log(folder, rows, exit_code=0):
     wandb.teardown()  # finish() may return before the log is on disk
 
 
+def line(host, t, gpus, **changed):
+    """What kit.sampler writes in a second; `changed` are readings of GPU 5."""
+    gpu = {"util": 98.0, "mem_gib": 60.5, "mem_total_gib": 80.0, "power_w": 520.0, "temp_c": 60}
+    told = [gpu | (changed if i == 5 else {}) | {"index": i, "uuid": f"GPU-{host}-{i}"} for i in range(gpus)]
+    traffic = {"net_gb_s": {"in": 3.1, "out": 2.9}, "disk_gb_s": None}
+    return json.dumps({"t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "gpus": told} | traffic)
+
+
 def sample(folder, host, t, gpus):
     (folder / "nodes").mkdir(exist_ok=True)
-    gpu = {"util": 90.0, "mem_gib": 60.5, "mem_total_gib": 80.0, "power_w": 500.0, "temp_c": 60}
-    line = {
-        "t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "net_gb_s": None, "disk_gb_s": None,
-        "gpus": [{"index": i, "uuid": f"GPU-{host}-{i}", **gpu} for i in range(gpus)],
-    }  # fmt: skip
     with (folder / "nodes" / f"{host}.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+        stream.write(line(host, t, gpus) + "\n")
 
 
 def steps(first, last):
@@ -119,10 +126,10 @@ def test_a_run_that_expects_more_nodes_than_report_says_so(tmp_path, local):
     run.note(job_id="local-1")
     files.write_json(run.path / "state" / "exit.0.json", {"time": time.time(), "job_id": "local-1", "exit_code": 0})
     files.write_json(run.path / "state" / "local.json", {"pid": os.getpid(), "created": 0.0})  # a runner that is gone
-    assert "0 of 2 nodes reporting" in watch(run).status()
+    assert "0 of 2 nodes reported" in watch(run).status()
     sample(run.path, "node1", time.time(), gpus=1)
     for ref in (run, run.path, "local-1"):
-        assert watch(ref).status().startswith("completed · no row yet · 1 of 2 nodes reported · ")
+        assert watch(ref).status().startswith("completed · step 0 of 24 · no row yet · 1 of 2 nodes reported · ")
     assert watch(run).wait(30) == "COMPLETED"
 
 
@@ -134,9 +141,121 @@ def test_a_file_that_is_no_log_is_a_sentence_on_the_board(tmp_path):
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "123456", "."])
-def test_what_is_no_run_is_refused(ref):
+def test_what_is_no_run_is_a_sentence_on_the_board(ref):
+    board = watch(ref)
+    assert "run.json" in board.refused
+    assert board.status() == board.refused
     with pytest.raises(InputError, match=r"run\.json"):
-        watch(ref)
+        board.wait(10)
+    ElementTree.fromstring(board.svg())
+
+
+def test_the_command_refuses_what_is_no_run_and_prints_and_writes_the_board_of_one(tmp_path, capsys):
+    assert main(["watch", "nowhere", "--once"]) == 2
+    assert "No run 'nowhere'" in capsys.readouterr().err
+    log(tmp_path / "run", steps(1, 6))
+    assert main(["watch", str(tmp_path / "run"), "--html", "board.html"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("finished · step 5 · ")
+    assert "█▃▂▁▁" in out
+    assert "<svg" in Path("board.html").read_text()
+
+
+def test_an_empty_file_is_waited_for_and_a_newer_format_is_a_sentence(tmp_path):
+    path = tmp_path / "run-x.wandb"
+    path.write_bytes(b"")
+    assert watch(path).status().startswith("running · no row yet")
+    path.write_bytes(b":W&B\xe1\xbe\x07" + bytes(40))
+    assert "is a W&B log of version 7; only version 0 is known here." in watch(path).status()
+
+
+def test_other_names_are_drawn_and_unknown_ones_offered(tmp_path):
+    log(tmp_path, [row | {"train/entropy": 1.5} for row in steps(1, 6)])
+    board = watch(tmp_path, also=["train/entropy", "train/los"])
+    assert "train/entropy" in texts(board.svg())
+    assert "No metric 'train/los'. Did you mean 'train/loss'? Logged so far:" in board.text()
+
+
+def test_runs_are_overlaid_each_with_its_status(tmp_path):
+    for name, first in (("one", 1), ("two", 3)):
+        log(tmp_path / name, steps(first, 9))
+    board = watch(tmp_path / "one", tmp_path / "two")
+    assert [line.startswith("finished · step 8") for line in board.status().splitlines()] == [True, True]
+    loss = next(chart for chart in board.charts() if chart.title == "Loss")
+    assert [(line.name, line.x[0]) for line in loss.lines] == [("one train", 1), ("two train", 3)]
+    assert {"one", "two", "one train 0.375", "two train 0.375"} <= set(texts(board.svg()))
+
+
+def test_a_log_axis_has_powers_of_ten_and_smoothing_keeps_what_was_logged(tmp_path):
+    log(tmp_path, [{"train/loss": 10.0**-i, "train/global_step": i} for i in range(4)])
+    svg = watch(tmp_path, log=["Loss"], smooth=0.9).svg()
+    assert {"0.01", "0.1", "1"} <= set(texts(svg))
+    assert 'stroke-opacity="0.25"' in svg
+    assert np.allclose(smoothed(np.array([3.0, math.nan, 3.0]), 0.9)[[0, 2]], 3)
+
+
+def test_what_is_zoomed_into_is_drawn_finer(tmp_path):
+    log(tmp_path, [{"train/loss": math.sin(i), "train/global_step": i} for i in range(3000)])
+    board = watch(tmp_path)
+    board.view.zoom = {"optimizer step": [1000, 1100]}
+    (line,) = board.charts()[0].lines
+    assert sum(1000 <= x <= 1100 for x in line.x) == 101
+    assert len(line.x) < 1000
+
+
+def test_an_update_holds_what_is_new(tmp_path):
+    log(tmp_path, steps(1, 200))
+    before = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    log(tmp_path, steps(200, 210))
+    now = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    told = delta(before, now)
+    (line,) = told["panels"][0]["lines"]
+    assert (line["keep"], len(line["x"])) == (199, 10)
+    (known,) = before["panels"][0]["lines"]
+    assert known["x"][: line["keep"]] + line["x"] == now["panels"][0]["lines"][0]["x"]
+
+
+def test_a_run_is_synced_while_the_kernel_goes_on(server, tmp_path):
+    log(tmp_path, steps(1, 6))
+    board, start = watch(tmp_path), time.monotonic()
+    board.sync()
+    assert time.monotonic() - start < 0.1
+    until(lambda: board.status().endswith(" · sync: done"))
+    assert server.runs["abc"]["state"] == "finished"
+
+
+def test_a_sync_that_takes_too_long_is_stopped_and_says_so(server, tmp_path):
+    log(tmp_path, steps(1, 6))
+    server.fault = lambda operation: time.sleep(30)
+    board = watch(tmp_path)
+    board.sync(timeout=3)
+    until(lambda: "wandb sync did not end within 3 s and was stopped" in board.text())
+
+
+def test_the_board_of_a_run_on_a_server_says_when_nobody_answers(monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    board = watch("ent/p/live")
+    assert "W&B" in board.status()
+    assert "from W&B ent/p/live" in board.status()
+    board.finish()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def until(true, seconds=60):
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.2)
 
 
 def test_the_picture_shows_every_gpu_and_marks_what_is_not_finite(tmp_path):
@@ -147,7 +266,7 @@ def test_the_picture_shows_every_gpu_and_marks_what_is_not_finite(tmp_path):
             sample(tmp_path, host, time.time() + t, gpus=8)
     svg = watch(tmp_path).svg()
     shown = texts(svg)
-    assert {"NaN or infinite: 2", "node1 90 (mean of 8)", "node2 90 (mean of 8)", "capacity 80"} <= set(shown)
+    assert {"NaN or infinite: 2", "node1 98 (mean of 8)", "node2 98 (mean of 8)", "capacity 80"} <= set(shown)
     assert {"optimizer step", "minutes since the first sample", "GiB", "%", "tokens/s"} <= set(shown)
     panels = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}svg")
     load = next(panel for panel in panels if panel.get("aria-label") == "GPU utilisation")
@@ -163,7 +282,7 @@ def test_64_gpus_and_long_runs_stay_below_100_kb(tmp_path):
             sample(tmp_path, f"node{host}", 1e9 + t, gpus=8)
     board = watch(tmp_path)
     assert len(board.svg()) < 100_000
-    assert len(json.dumps(board._live())) < 100_000
+    assert len(json.dumps([plain(chart) for chart in board.charts()])) < 100_000
 
 
 def test_the_page_needs_nothing_else(tmp_path):
@@ -194,20 +313,21 @@ def test_an_executed_notebook_holds_one_small_picture_and_no_widget(tmp_path, wr
     assert "widgets" not in done.metadata
 
 
-def shown(client, code, cell):
-    """What a cell displays, asked for as JupyterLab does, which names the cell, or as papermill does."""
+def shown(client, code, cell, everyone=False):
+    """What a cell displays, or everyone; asked for as JupyterLab does, which names the cell, or as papermill does."""
     content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": True}
     request = client.session.msg("execute_request", content, metadata={"cellId": cell} if cell else {})
     client.shell_channel.send(request)
     out = []
     while True:
         message = client.get_iopub_msg(timeout=60)
-        if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
+        own = message["parent_header"].get("msg_id") == request["header"]["msg_id"]
+        if not own and not everyone:
             continue
         assert message["msg_type"] != "error", message["content"]
         if message["msg_type"] in ("display_data", "update_display_data"):
             out.append((message["msg_type"], message["content"]))
-        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+        if own and message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
             return out
 
 
@@ -223,10 +343,12 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         assert view not in alone["data"]
         (_, picture), (_, live) = shown(client, "board", "cell-1")
         assert "image/svg+xml" in picture["data"]
-        assert view in live["data"]
-        last = shown(client, "board.finish()", "cell-2")
-        empty = [content for kind, content in last if content["data"] == {"text/plain": ""}]
-        assert live["transient"]["display_id"] in [content["transient"]["display_id"] for content in empty]
+        said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
+        (made,) = [content for kind, content in said if view in content["data"]]
+        assert made["transient"] == live["transient"]
+        last = shown(client, "board.finish()", "cell-3", everyone=True)
+        emptied = [content["transient"] for _, content in last if content["data"] == {"text/plain": ""}]
+        assert live["transient"] in emptied
         assert [kind for kind, content in last][-1] == "display_data"
     finally:
         client.stop_channels()
@@ -234,8 +356,6 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
 
 
 def test_thinning_keeps_every_extreme_and_gaps():
-    import numpy as np
-
     x, y = np.arange(100_000), np.zeros(100_000)
     y[12_345], y[77_777], y[50_000] = 9.0, -9.0, math.nan
     thin_x, thin_y = thin(x, y, 300)

@@ -1,0 +1,238 @@
+"""What the board costs, on this machine: `python -m tests.benchmarks.board` writes board.json beside itself.
+
+Everything is measured where a person meets it: in a real kernel, in a real JupyterLab in a headless Chromium, with the
+real SDK. Times are of the wall clock of a machine that may be busy; what an undisturbed event loop does stands beside.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import papermill
+from jupyter_client.manager import start_new_kernel
+from playwright.sync_api import sync_playwright
+
+from kit import panels
+from kit.metrics import Metrics
+from kit.series import Series
+from kit.standing import Standing
+from tests import test_board, test_browser
+from tests.benchmarks import metrics as logs
+
+BEAT = """
+import asyncio, time
+import kit.board
+late = []
+async def beat():
+    while True:
+        start = time.perf_counter()
+        await asyncio.sleep(0.001)
+        late.append(1e3 * (time.perf_counter() - start - 0.001))
+task = asyncio.get_event_loop().create_task(beat())
+"""
+MORTAL = """
+import sys, time, wandb
+run = wandb.init(project="p", mode="offline", dir=sys.argv[1])
+for step in range(100_000):
+    run.log({"t": time.time()})
+    print(time.time(), flush=True)
+    time.sleep(0.02)
+"""
+FLUSH = {"WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1"}
+
+
+def spread(values, digits=1):
+    p50, p95, p99, most = np.quantile(values, [0.5, 0.95, 0.99, 1.0])
+    return {name: round(float(v), digits) for name, v in (("p50", p50), ("p95", p95), ("p99", p99), ("max", most))}
+
+
+def ask(client, code, cell):
+    """Run a cell as JupyterLab does; the id of the request."""
+    content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": True}
+    message = client.session.msg("execute_request", content, metadata={"cellId": cell})
+    client.shell_channel.send(message)
+    return message["header"]["msg_id"]
+
+
+def hear(client, true):
+    """The next message for which this holds."""
+    while True:
+        message = client.get_iopub_msg(timeout=120)
+        assert message["msg_type"] != "error", message["content"]
+        if true(message):
+            return message
+
+
+def drawn(message):
+    """Whether it brings lines, as the widget's first state or as a picture."""
+    data = message["content"].get("data", {})
+    whole = message["msg_type"] == "comm_open" and data["state"].get("whole")
+    known = any(panel["lines"] for panel in whole["panels"]) if whole else False
+    return known or 'stroke-width="1.5"' in data.get("image/svg+xml", "")
+
+
+def late(client, cell):
+    """How late the kernel's event loop was since the last question, in ms."""
+    ask(client, "import numpy; print(*numpy.quantile(late, [0.5, 0.95, 0.99, 1])); late.clear()", cell)
+    told = hear(client, lambda m: m["msg_type"] == "stream" and m["content"]["name"] == "stdout")
+    values = [round(float(word), 1) for word in told["content"]["text"].split()]
+    return dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
+
+
+def long_log(rows):
+    """A log that is there already: from the request to the first picture with lines, and the event loop meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        size = logs.write(Path(folder, "run-x.wandb"), logs.records(rows))
+        manager, client = start_new_kernel()
+        try:
+            ask(client, BEAT, "1")
+            time.sleep(5)
+            idle, start = late(client, "2"), time.perf_counter()
+            ask(client, f"board = kit.board.watch({folder!r}); board", "3")
+            hear(client, drawn)
+            painted = time.perf_counter() - start
+            time.sleep(10)
+            busy = late(client, "4")
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+    told = {"rows": rows, "file_mb": size // 1_000_000, "first_paint_s": round(painted, 2)}
+    return told | {"event_loop_late_ms": busy, "event_loop_late_ms_undisturbed": idle}
+
+
+def tick():
+    """All that is done for an update, of 20 series of a million points each, while each grows."""
+    standing, names = Standing("x"), [f"metric/{i}" for i in range(20)]
+    standing.state = "RUNNING"
+    for i, name in enumerate(names):
+        standing.metrics.series[name] = Series.empty()
+        standing.metrics.series[name].extend(array("d", range(1_000_000)), array("d", np.sin(np.arange(1e6) * i)))
+    times, cpu, sizes, before = [], [], [], {"panels": []}
+    for step in range(40):
+        for name in names:
+            standing.metrics.series[name].extend(array("d", [1e6 + step]), array("d", [0.5]))
+        start, began = time.perf_counter(), time.thread_time()
+        charts = panels.charts([standing], panels.View(), names)
+        now = {"panels": [panels.plain(chart) for chart in charts]}
+        told = panels.delta(before, now, step // 4 % 20 if step % 4 == 0 else -1)
+        times.append(1e3 * (time.perf_counter() - start))
+        cpu.append(1e3 * (time.thread_time() - began))
+        sizes.append(len(json.dumps(told)) / 1e3)
+        before = now
+    return {
+        "ms": spread(times),
+        "cpu_ms": spread(cpu),
+        "first_update_kb": round(sizes[0], 1),
+        "update_kb": spread(sizes[1:]),
+    }
+
+
+def updates():
+    """Bytes of what is sent each second for 64 GPUs of 8 nodes, after ten minutes of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = [f"node{i}" for i in range(8)]
+        Path(folder, "nodes").mkdir()
+        Path(folder, "wandb").mkdir()
+        for second in range(600):
+            test_browser.sample(Path(folder), hosts, 1e9 + second)
+        standing, sizes, before = Standing(folder), [], {"panels": []}
+        for second in range(600, 660):
+            test_browser.sample(Path(folder), hosts, 1e9 + second)
+            while standing.look():
+                pass
+            now = {"panels": [panels.plain(chart) for chart in panels.charts([standing], panels.View())]}
+            anew = second // 4 % len(now["panels"]) if second % 4 == 0 else -1
+            sizes.append(len(json.dumps(panels.delta(before, now, anew))) / 1e3)
+            before = now
+        return {"first_update_kb": round(sizes[0], 1), "update_kb": spread(sizes[1:])}
+
+
+def notebook():
+    """The size of an executed notebook with three boards, of 1,000 rows and two nodes of eight GPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        logs_of_run = test_board.steps(1, 1001)
+        run.mkdir()
+        test_board.log(run, logs_of_run)
+        (run / "nodes").mkdir()
+        for second in range(300):
+            test_browser.sample(run, ["node1", "node2"], 1e9 + second)
+        cells = [nbformat.v4.new_code_cell(f"from kit.board import watch\nwatch({str(run)!r})") for _ in range(3)]
+        made = nbformat.v4.new_notebook(cells=cells, metadata=test_board.KERNEL)
+        nbformat.write(made, Path(folder, "in.ipynb"))
+        papermill.execute_notebook(Path(folder, "in.ipynb"), Path(folder, "out.ipynb"), progress_bar=False)
+        return {"three_boards_kb": round(Path(folder, "out.ipynb").stat().st_size / 1e3, 1)}
+
+
+def killed():
+    """Seconds of rows that a SIGKILL of the trainer loses."""
+    lost = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-c", MORTAL, folder]
+            process = subprocess.Popen(command, env=os.environ | FLUSH, stdout=subprocess.PIPE, text=True)
+            process.stdout.readline()
+            time.sleep(4 + 0.3 * len(lost))
+            process.send_signal(signal.SIGKILL)
+            last = float(process.communicate()[0].splitlines()[-1])
+            time.sleep(2)
+            metrics = Metrics(folder)
+            while metrics.poll():
+                pass
+            lost.append(last - metrics.series["t"].values[-1])
+    return {"lost_s": spread(lost, 2)}
+
+
+def browser():
+    """From `log` to the browser, and the gaps between frames of a page with 64 GPUs."""
+    with tempfile.TemporaryDirectory() as place, sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=test_browser.CHROMIUM, args=["--no-sandbox"])
+        lab = test_browser.Lab(Path(place), chromium)
+        writer = test_browser.write(lab.folder / "run")
+        page = lab.open("live", test_browser.WATCH.format("run"))
+        test_browser.begin(page, 0)
+        test_browser.shown_step(page)
+        seconds = test_browser.seconds_to_visible(page, lab.folder / "run", 60)
+        page.close()
+        writer.kill()
+        writer.wait()
+        with test_browser.many_gpus(lab.folder / "many"):
+            page = lab.open("many", test_browser.WATCH.format("many"))
+            test_browser.begin(page, 0)
+            page.wait_for_selector(".kit-board svg[aria-label='GPU power']")
+            gaps = page.evaluate(test_browser.FRAMES)
+        chromium.close()
+        lab.close()
+    return {"rows": len(seconds), "log_to_visible_s": spread(seconds, 2), "frames_of_64_gpus_ms": spread(gaps)}
+
+
+def main(*wanted):
+    """All measurements, or those named; the others stay as they are. Each tells how busy the machine was."""
+    path = Path(__file__).with_suffix(".json")
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name, measure in (
+        ("log_of_100k_rows", lambda: long_log(100_000)),
+        ("log_of_1m_rows", lambda: long_log(1_000_000)),
+        ("tick_20_series_1m_points", tick),
+        ("updates_64_gpus", updates),
+        ("executed_notebook", notebook),
+        ("sigkill", killed),
+        ("browser", browser),
+    ):
+        if not wanted or name in wanted:
+            load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+            results[name] = measure() | {"machine": load}
+            print(name, results[name], flush=True)
+            path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
