@@ -12,6 +12,7 @@ from kit import files, model, slurm
 from kit.cluster import Cluster
 from kit.errors import InputError, KitError
 from kit.run import Run
+from kit.sbatch import tokens
 
 TASKS = files.REPOSITORY / "env" / "tasks"  # the kit's own, each with its data beside it
 
@@ -77,7 +78,7 @@ def _script(cluster: Cluster, out: Path) -> str:
              "partition": ours.partition, "account": ours.account}  # fmt: skip
     words = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": cluster.paths.hf_home}
     options = [*(f"--{key}={value}" for key, value in given.items() if value), *ours.options]
-    lines = [*(f"#SBATCH {option}" for option in options), "set -eo pipefail", *ours.setup]
+    lines = [*(f"#SBATCH {option}" for option in options), "set -eo pipefail", *ours.setup, tokens(cluster)]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in words.items() if value]
     lines += [shlex.join(["cd", str(out)]), shlex.join(["exec", ours.python or sys.executable, "-m", "kit.evaluate"])]
     return "\n".join(["#!/bin/bash", *lines, ""])

@@ -157,11 +157,17 @@ def draft(recipe: Recipe, cluster: Cluster, path: Path, dataset: Path, wandb_id:
         run=shlex.quote(str(path)),
         python=shlex.quote(sys.executable if contained else slurm.python or sys.executable),
         environment="\n".join(exports + ([PYTHONPATH] if elsewhere else [])),
-        tokens=TOKENS.format(file=shlex.quote(str(private(slurm.env_file)))) if slurm.env_file else "",
+        tokens=tokens(cluster),
         setup=setup,
         container=_container(recipe, cluster, [path.parent, dataset], list(environment)),
         node_command=shlex.quote(("\n" + PYTHONPATH if contained else "") + NODE_COMMAND.format(python=python)),
     )
+
+
+def tokens(cluster: Cluster) -> str:
+    """Lines of shell that read the profile's file of tokens; none where it names no file. Raises as `private`."""
+    file = cluster.slurm.env_file
+    return TOKENS.format(file=shlex.quote(str(private(file)))) if file else ""
 
 
 def private(name: str) -> Path:

@@ -174,11 +174,14 @@ def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> R
 
 
 def _write(run: Run, points: Sequence[Settings], outs: Sequence[str], asks: Sequence[str], how: str) -> None:
+    from kit.sbatch import tokens
+
     tasks = [{"values": values, "out": out} for values, out in zip(points, outs, strict=True)]
     files.write_json(run.path / "sweep.json", tasks)
     exports = [f"export {key}={shlex.quote(value)}" for key, value in run.cluster.environment.items()]
     script = SCRIPT.format(
-        asks="\n".join(f"#SBATCH {line}" for line in asks), setup="\n".join([*run.cluster.slurm.setup, *exports]),
+        asks="\n".join(f"#SBATCH {line}" for line in asks),
+        setup="\n".join([*run.cluster.slurm.setup, *exports, tokens(run.cluster)]),
         how=how, python=shlex.quote(run.cluster.slurm.python or sys.executable), run=shlex.quote(str(run.path)),
     )  # fmt: skip
     files.write(run.path / "job.sbatch", script)

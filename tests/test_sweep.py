@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import nbformat
 import pytest
@@ -144,6 +145,16 @@ def test_what_is_no_notebook_and_an_out_that_exists_are_refused(notebook, local,
     with pytest.raises(InputError, match="did you mean 'seed'"):
         job(notebook, {"sed": "1"}, tmp_path / "out.ipynb", local)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_notebook_as_a_job_reads_the_tokens_of_the_profile(local, tmp_path):
+    source = "import os\nassert len(os.environ['SITE_TOKEN']) == 12"
+    cells = [new_code_cell("n: int = 1", metadata={"tags": ["parameters"]}), new_code_cell(source)]
+    nbformat.write(new_notebook(cells=cells), str(tmp_path / "asks.ipynb"))
+    (tmp_path / "tokens").write_text("SITE_TOKEN=" + "x" * 12)
+    (tmp_path / "tokens").chmod(0o600)
+    cluster = replace(local, slurm=replace(local.slurm, env_file=str(tmp_path / "tokens")))
+    assert slurm.wait(job(tmp_path / "asks.ipynb", {}, tmp_path / "out.ipynb", cluster), 120).state == "COMPLETED"
 
 
 def test_a_sweep_for_a_partition_never_runs_on_the_login_node_instead(notebook, two_nodes, tmp_path):
