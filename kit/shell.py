@@ -106,6 +106,11 @@ def directives(text: str) -> Iterator[tuple[int, list[str]]]:
             return
 
 
+# The grammar's scanner asks isalnum() of whole code points, and crashes beyond C's table (tree-sitter-bash 0.25.1). To
+# bash such characters are plain parts of words, as a dot is; names are cut from the source, at the same places.
+_ASCII = bytes(range(128)) + b"." * 128
+
+
 class Code:
     """Shell code as bash reads it: commands and comments; what it cannot read is left out, up to what it can.
 
@@ -115,6 +120,7 @@ class Code:
     def __init__(self, text: str, sign: str = "$", line: int = 1) -> None:
         self.source, self.sign, self.line = text.encode(errors="surrogateescape"), sign, line
         parsed = self.source.replace(LATE.encode(), b"$") if sign == LATE else self.source
+        parsed = parsed.translate(_ASCII)
         self.commands: list[Command] = []
         self.comments: list[Word] = []
         self.root = _PARSER.parse(parsed + b"\n").root_node
