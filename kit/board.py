@@ -127,8 +127,8 @@ class Board:
         if cell:
             publish(display + LIVE, {"text/plain": ""})
             self._empty.append(display)
+        self._redrawn = -math.inf if cell else time.monotonic()  # in JupyterLab at once: this one may lack all
         self._displays.append(display)
-        self._redrawn = -math.inf  # at once
         self._wake.set()
 
     _ipython_display_ = show
@@ -162,6 +162,7 @@ class Board:
         self._syncing.start()
 
     def _sync(self, timeout: float) -> None:
+        self._looked.wait()  # until then nobody knows where the runs are
         for run in self.runs:
 
             def say(line: str, run: Standing = run) -> None:

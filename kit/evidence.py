@@ -144,6 +144,7 @@ def resolve(run: str, job_id: str | None, found: Iterable[dict[str, Any]], log: 
     told, cause = joblog.ended_by(log), joblog.cause_in(log)
     word = next((r for r in (slurm, latest.get("sacct", {})) if r.get("state") in ENDED), {})
     live = "" if word or gone else slurm.get("state", "")
+    live = "RUNNING" if live == "PENDING" and "start" in latest else live  # it has begun since Slurm was asked
     base = State(run, job_id, "", evidence=[f"{s}: {_words(r)}" for s, r in latest.items()])
     code: Any = (exit_file or word).get("exit_code")
     signal = (exit_file or {}).get("signal") or word.get("signal") or ""

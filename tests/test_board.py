@@ -341,7 +341,7 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         shown(client, f"from kit.board import watch; board = watch({str(tmp_path)!r})", None)
         ((_, alone),) = shown(client, "board", None)
         assert view not in alone["data"]
-        (_, picture), (_, live) = shown(client, "board", "cell-1")
+        (_, picture), (_, live), *_ = shown(client, "board", "cell-1")
         assert "image/svg+xml" in picture["data"]
         said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
         (made,) = [content for kind, content in said if view in content["data"]]

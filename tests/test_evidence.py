@@ -61,6 +61,7 @@ BEAT = {"source": "heartbeat", "time": 45}
         ([], "", "LOST", None),
         ([said("PENDING")], "", "PENDING", None),
         ([said("RUNNING"), start()], "", "RUNNING", None),
+        ([said("PENDING", t=5), start(10)], "", "RUNNING", None),  # it has begun since Slurm was asked
         ([start(), left(0), said("COMPLETED", exit_code=0)], "", "COMPLETED", 0),
         ([start(), left(0), GONE], "", "COMPLETED", 0),
         ([start(), left(3), GONE], "", "FAILED", 3),

@@ -148,7 +148,7 @@ def test_a_limit_of_the_qos_is_told_too(launch):
 
 def test_a_dead_controller_is_said_loses_nothing_and_comes_back(own, launch, tmp_path):
     run = started(launch(f"until [ -e {tmp_path}/go ]; do sleep 0.2; done; exit 3"))
-    time.sleep(6)  # the controller saves what it knows every 5 s
+    time.sleep(12)  # the controller saves what it knows every 5 s, and later where it is busy
     own.kill("slurmctld")
     pauses = []
     until(lambda: pauses.append(queue.look().wait) or len(set(pauses)) > 2, 30)  # it is asked less and less often
