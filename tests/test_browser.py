@@ -131,6 +131,7 @@ def ticks(page, panel="Loss"):
 
 def drag(page, panel="Loss"):
     """Zoom into the middle of a panel; the numbers of its x axis then."""
+    page.wait_for_timeout(1000)  # the board moves up once, when the picture above it is hidden
     box = page.locator(f".kit-board svg[aria-label='{panel}']").bounding_box()
     page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 0.6 * box["height"])
     page.mouse.down()
