@@ -16,7 +16,7 @@ from kit.script import Script
 from kit.shell import LATE
 
 SAYS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-UNREACHED = re.compile(r"connect|contact|controller|timed out|munge", re.I)
+UNREACHED = re.compile(r"connect|contact|controller|timed out|munge|config(uration)?( source)?$", re.I | re.M)
 
 
 @dataclass(frozen=True)

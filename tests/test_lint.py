@@ -923,6 +923,13 @@ def test_without_a_controller_sbatch_has_no_verdict_on_resources(
     assert "not a valid node count" in oracle(script)[0].message
 
 
+@needs_sbatch
+def test_where_no_slurm_is_configured_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    (tmp_path / "a.sbatch").write_text(option("--nodes=1"))
+    assert oracle(tmp_path / "a.sbatch") == []
+
+
 def test_without_sbatch_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.sbatch").write_text(option("--nodes=2-x"))
     monkeypatch.setenv("PATH", "")
