@@ -4,7 +4,6 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from kit import files
@@ -58,7 +57,6 @@ def lint_file(path: Path | str, cluster: Cluster | str | None = None) -> list[Fi
     return found if refused or not version else found + oracle(Path(path))
 
 
-@cache
 def slurm_version() -> str:
     """The release of the Slurm that is configured here ("22.05.8"), or an empty text."""
     return "".join(command("sbatch", "--version").stdout.split()[-1:])

@@ -95,7 +95,7 @@ def _bash_syntax(script: Script) -> Hits:
     if bash and re.match(r"#!.*\b(ba)?sh\b", script.rows[0]) and not script.file.endswith(TEMPLATES):
         done = subprocess.run([bash, "-n"], input=script.text.encode(errors="surrogateescape"), capture_output=True)
         if done.returncode and (match := re.search(r"line (\d+): (.*)", done.stderr.decode(errors="replace"))):
-            yield int(match[1]), match[2]
+            yield min(int(match[1]), len(script.rows)), match[2]  # it counts on beyond an end that it did not expect
 
 
 def _log_folder(script: Script, sure: bool) -> Hits:

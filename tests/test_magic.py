@@ -14,7 +14,7 @@ from IPython.utils.capture import capture_output
 
 from kit import slurm
 from kit.errors import InputError, KitError, SubmitError
-from kit.lint import lint, slurm_version
+from kit.lint import lint
 from kit.magic import beside, fill
 from kit.run import Run
 
@@ -24,13 +24,11 @@ CLEAN = "#!/bin/bash\n#SBATCH --job-name=mine --time=1 --nodes=1\nset -euo pipef
 @pytest.fixture
 def shell() -> Iterator[InteractiveShell]:
     """A notebook's shell with the extension loaded."""
-    slurm_version.cache_clear()
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "kit.magic")
     yield shell
     InteractiveShell.clear_instance()
-    slurm_version.cache_clear()
 
 
 def bash(script: str) -> str:
