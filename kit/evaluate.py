@@ -27,6 +27,7 @@ def launch(
     """
     if not importlib.util.find_spec("lm_eval"):
         raise InputError("lm-eval is not installed: run `pip install 'finetune-kit[eval]'`.")
+    slurm.reach(cluster)
     out, adapter = Path(out).absolute(), Path(path) / "adapter_config.json"
     base = files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else str(path)
     model.check_weights(base, cluster.paths.hf_home)

@@ -56,6 +56,7 @@ def launch_script(
 
     At most `limit` tasks run at once (0: all). Raises as `launch` does.
     """
+    reach(cluster)
     run = Run.create_for_script(script, cluster, name)
     run.note(array=f"0-{count - 1}" + (f"%{limit}" if limit else "") if count else "")
     submit(run, after=after, when=when)
@@ -91,15 +92,20 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     model.check_weights(recipe.model.name, cluster.paths.hf_home)
-    if cluster.slurm.partition and not available():
+    reach(cluster, parallel.nodes)
+
+
+def reach(cluster: Cluster, nodes: int = 1) -> None:
+    """Raises InputError where no Slurm answers, and the job is not one that runs on this machine instead."""
+    if available():
+        return
+    if cluster.slurm.partition:
         raise InputError(
             f"No Slurm answers here, and {cluster.name} names the partition {cluster.slurm.partition}: its jobs "
             "are not run on this machine instead. Set SLURM_CONF, or take a profile without a partition."
         )
-    if not available() and parallel.nodes > 1:
-        raise InputError(
-            f"No Slurm answers here, and the local runner has one node; the recipe wants {parallel.nodes}."
-        )
+    if nodes > 1:
+        raise InputError(f"No Slurm answers here, and the local runner has one node; {nodes} were asked for.")
 
 
 def check_fit(recipe: Recipe, cluster: Cluster) -> None:

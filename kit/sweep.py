@@ -66,18 +66,10 @@ def rerun(run: Run) -> list[int]:
 
     Raises InputError while the sweep has not ended.
     """
-    _reach(run.cluster)
+    slurm.reach(run.cluster)
     if again := [task.number for task in tasks(run) if task.state != "COMPLETED"]:
         _submit(run, again, int(run.info["array"].partition("%")[2] or 0))
     return again
-
-
-def _reach(cluster: Cluster) -> None:
-    if cluster.slurm.partition and not slurm.available():
-        raise InputError(
-            f"No Slurm answers here, but {cluster.name} names the partition {cluster.slurm.partition}: its jobs do not "
-            "run on this machine instead. Set SLURM_CONF, or take a profile without a partition."
-        )
 
 
 def _submit(run: Run, numbers: Sequence[int], limit: int) -> None:
@@ -135,7 +127,7 @@ def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out:
     known, ask = read_parameters(read_notebook(notebook)), cluster.slurm
     defaults = {name: parameter.default for name, parameter in known.items()}
     checked = _checked(points, lambda p: check(known, p), lambda values: repr(sorted((defaults | values).items())))
-    _reach(cluster)
+    slurm.reach(cluster)
     name = re.sub(r"[^\w.-]", "-", notebook.stem)
     run = Run.create_for_script("", cluster, name)
     shutil.copyfile(notebook, run.path / notebook.name)

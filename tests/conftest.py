@@ -1,5 +1,6 @@
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,15 @@ from kit.recipe import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
+
+
+def until(found, seconds=60):
+    """What `found` gives once that is true; fails when it has not been for so long."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+    return value
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +105,16 @@ def live_slurm(slurm_root, monkeypatch):
     """Clients of this test find the live Slurm."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_root / "slurm.conf"))
     return slurm_root
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A W&B server on loopback, which wandb in this process and its children takes for the service."""
+    from tests.test_online import KEY, Server
+
+    server = Server()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield server
+    server.shutdown()
+    server.server_close()

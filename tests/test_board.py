@@ -25,7 +25,8 @@ from kit.errors import InputError
 from kit.panels import delta, plain
 from kit.recipe import Recipe
 from kit.run import Run
-from tests.test_online import KEY, Server
+from tests.conftest import until
+from tests.test_online import KEY
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -239,23 +240,6 @@ def test_the_board_of_a_run_on_a_server_says_when_nobody_answers(monkeypatch):
     assert "W&B" in board.status()
     assert "from W&B ent/p/live" in board.status()
     board.finish()
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = Server()
-    monkeypatch.setenv("WANDB_BASE_URL", server.url)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def until(true, seconds=60):
-    start = time.monotonic()
-    while not true():
-        assert time.monotonic() - start < seconds
-        time.sleep(0.2)
 
 
 def test_the_picture_shows_every_gpu_and_marks_what_is_not_finite(tmp_path):

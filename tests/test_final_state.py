@@ -18,7 +18,7 @@ import pytest
 from kit import queue, slurm, watcher
 from kit.cluster import Cluster
 from kit.run import Run
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 PROFILE = 'name = "two"\n[nodes]\ncount = 2\n[slurm]\npartition = "gpu"\n[paths]\nruns = "{runs}"\n'
@@ -40,14 +40,6 @@ def scancel(key):
 
 def scontrol(*words):
     subprocess.run(["scontrol", *words], check=True)
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.3)
-    return value
 
 
 def started(run, restart=0):

@@ -20,7 +20,7 @@ from kit.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
 from kit.execute import execute
 from kit.run import Run
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
@@ -31,14 +31,6 @@ FirstJobId=1000
 MaxJobId=1019
 PartitionName=short Nodes=node1 MaxTime=5 State=UP
 """
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.2)
-    return value
 
 
 def say(*words):

@@ -138,16 +138,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    server = Server()
-    monkeypatch.setenv("WANDB_BASE_URL", server.url)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
 def follow():
     """Online runs that end with the test."""
     opened = []

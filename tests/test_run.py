@@ -1,7 +1,7 @@
 import os
 import subprocess
 import sys
-import time
+from functools import partial
 
 import psutil
 import pytest
@@ -9,6 +9,9 @@ import pytest
 from kit import slurm
 from kit.errors import InputError
 from kit.run import Run, runs
+from tests.conftest import until
+
+wait_for = partial(until, seconds=120)
 
 
 def ranks_of(run):
@@ -22,15 +25,6 @@ def ranks_of(run):
             except psutil.Error:
                 continue
     return found
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError("did not happen")
 
 
 def test_a_name_is_never_used_twice(recipe, local, tmp_path):

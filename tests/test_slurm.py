@@ -80,9 +80,13 @@ def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(r
     slurm.cancel(slurm.launch(job, small, anyway=True))
 
 
-def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes):
-    with pytest.raises(InputError, match=r"No Slurm answers here, .* names the partition gpu"):
+def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes, tmp_path):
+    refused = pytest.raises(InputError, match=r"No Slurm answers here, .* names the partition gpu")
+    with refused:
         slurm.launch(recipe, two_nodes)
+    with refused:
+        slurm.launch_script("#!/bin/bash\ntouch ran\n", two_nodes, "own")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slurm

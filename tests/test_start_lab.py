@@ -6,31 +6,25 @@ import re
 import stat
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kit.lint import lint_file
+from tests import conftest
 from tests.conftest import REPOSITORY
 
 SCRIPT = REPOSITORY / "env" / "start_lab.sbatch"
+until = partial(conftest.until, seconds=120)
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def test_the_linter_has_nothing_to_say_of_it():
     assert lint_file(SCRIPT) == []
-
-
-def until(found, seconds=120):
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-    return value
 
 
 def fetch(port, path, token=""):

@@ -158,7 +158,7 @@ def test_a_notebook_as_a_job_reads_the_tokens_of_the_profile(local, tmp_path):
 
 
 def test_a_sweep_for_a_partition_never_runs_on_the_login_node_instead(notebook, two_nodes, tmp_path):
-    with pytest.raises(InputError, match=r"No Slurm answers here, but two names the partition gpu"):
+    with pytest.raises(InputError, match=r"No Slurm answers here, and two names the partition gpu"):
         sweep(notebook, [{}], Cluster.load(two_nodes))
     assert not (tmp_path / "runs").exists()
 
