@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kit.cluster import Cluster
 from kit.command import Commands, add, group, pairs, recipe_of, show
-from kit.errors import KitError
+from kit.errors import InputError, KitError
 
 
 def register(commands: Commands) -> None:
@@ -108,10 +108,17 @@ def plan(options: argparse.Namespace) -> int:
     from kit.checkpoint import plan_for, plan_for_run
     from kit.run import Run
 
-    if (Path(options.recipe) / "run.json").exists():
-        found = plan_for_run(Run(Path(options.recipe)))
+    try:
+        recipe = recipe_of(options)
+    except InputError as no_recipe:
+        if options.set or Path(options.recipe).is_file():
+            raise
+        try:
+            found = plan_for_run(Run.attach(options.recipe))
+        except InputError as no_run:
+            raise InputError(f"{no_recipe} {no_run}") from None
     else:
-        found = plan_for(recipe_of(options), Cluster.load(options.cluster))
+        found = plan_for(recipe, Cluster.load(options.cluster))
     show(options, dataclasses.asdict(found), found.lines())
     return 0
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -350,6 +351,8 @@ def main() -> int:
     watcher = Watcher(run, console)
     if not ON_GPU:
         enable_cpu_fsdp()
+    # TRL and PEFT still use names that transformers 5.24 warns of, on every rank
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing`", FutureWarning)
     try:
         train(run, watcher)
         with contextlib.suppress(OSError):  # its service has gone

@@ -81,6 +81,8 @@ def weights(path: Path) -> Weights:
 
 
 def _weights(path: Path) -> Weights:
+    if not path.exists():
+        raise InputError(f"{path} is not there.")
     if path.is_dir():
         any(path.iterdir())  # glob takes a folder that may not be read for an empty one
     found = [path] if path.is_file() else next((sorted(path.glob(p)) for p in _LAYOUTS if any(path.glob(p))), [])

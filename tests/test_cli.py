@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,7 +125,10 @@ def test_the_commands_of_one_run_from_launch_to_merge(recipe, tmp_path, capsys):
     assert "step 4 of 4" in capsys.readouterr().out and "<svg" in (tmp_path / "board.html").read_text()
     assert main(["checkpoint", "inspect", f"{run}/checkpoints/checkpoint-4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lora_tensors"] == 16  # 2 layers x 4 modules x A and B
-    assert main(["checkpoint", "plan", "r.toml"]) == 0
+    assert main(["checkpoint", "plan", "r.toml"]) == main(["checkpoint", "plan", Path(run).name]) == 0
+    assert main(["checkpoint", "plan", "absent"]) == 2
+    assert re.search("No recipe 'absent'.* No run 'absent'", capsys.readouterr().err)
+    assert "FutureWarning" not in (Path(run) / "logs" / "rank-000.log").read_text()
     assert main(["adapter", "export", run, "adapter"]) == 0
     assert main(["adapter", "merge", "adapter", recipe.model.name, "merged"]) == 0
     assert (tmp_path / "merged" / "config.json").is_file()
@@ -134,7 +138,8 @@ def test_the_commands_of_one_run_from_launch_to_merge(recipe, tmp_path, capsys):
 
 def test_every_command_of_the_readme_exists():
     readme = (REPOSITORY / "README.md").read_text()
-    commands = set(re.findall(r"^ +kit ([a-z]+(?: (?:inspect|time|plan|export|merge|push))?)", readme, re.MULTILINE))
+    second = "inspect|time|save|plan|export|merge|push"
+    commands = set(re.findall(rf"^ +kit ([a-z]+(?: (?:{second}))?)", readme, re.MULTILINE))
     assert len(commands) >= 10
     for command in commands:
         assert kit_command(*command.split(), "--help").returncode == 0, command

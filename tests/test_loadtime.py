@@ -251,7 +251,7 @@ def test_the_command_times_paths_side_by_side_and_says_what_they_tell(model_file
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--method", "magic"], 2, "No method magic for safetensors here; there are load_file"),
     (["--ranks", "2,0"], 2, "argument --ranks: invalid"),
-    (["absent"], 2, "absent holds no weights"),
+    (["absent"], 2, "absent is not there"),
 ])  # fmt: skip
 def test_a_wrong_call_of_the_command_exits_2(model_file, capsys, words, code, message):
     try:
