@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kit import files, slurm
+from kit import files, jobscript, slurm
 from kit.cluster import Cluster
 from kit.data import merge
 from kit.engine import Name
@@ -14,17 +14,6 @@ from kit.errors import InputError
 from kit.parts import encode_part
 from kit.recipe import Recipe
 from kit.run import Run
-
-SCRIPT = """#!/bin/bash
-#SBATCH --nodes=1
-#SBATCH --ntasks=1
-#SBATCH --cpus-per-task={cpus}
-{directives}
-set -eo pipefail
-{setup}
-export TOKENIZERS_PARALLELISM=true RAYON_NUM_THREADS={cpus} HF_HUB_OFFLINE=1
-exec {python} -m kit.batch {work}
-"""
 
 
 def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name = "tokenizers") -> tuple[Run, Run]:
@@ -48,13 +37,11 @@ def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name
 
 
 def _script(cluster: Cluster, work: Path) -> str:
-    given = {"partition": cluster.slurm.partition, "time": cluster.slurm.time, "account": cluster.slurm.account}
-    return SCRIPT.format(
-        cpus=max(1, min(8, cluster.nodes.cpus)),
-        directives="\n".join(f"#SBATCH --{key}={value}" for key, value in given.items() if value),
-        setup="\n".join(cluster.slurm.setup),
-        python=shlex.quote(sys.executable),
-        work=shlex.quote(str(work)),
+    cpus = max(1, min(8, cluster.nodes.cpus))
+    threads = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(cpus), "HF_HUB_OFFLINE": "1"}
+    command = f"exec {jobscript.python(cluster)} -m kit.batch {shlex.quote(str(work))}"
+    return jobscript.render(
+        cluster, jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cpus), command, threads
     )
 
 

@@ -3,16 +3,14 @@
 import importlib.util
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit import files, model, slurm
+from kit import files, jobscript, model, slurm
 from kit.cluster import Cluster
 from kit.errors import InputError, KitError
 from kit.run import Run
-from kit.sbatch import tokens
 
 TASKS = files.REPOSITORY / "env" / "tasks"  # the kit's own, each with its data beside it
 
@@ -74,15 +72,11 @@ def _manager(tasks: Sequence[str]) -> Any:
 
 
 def _script(cluster: Cluster, out: Path) -> str:
-    ours = cluster.slurm
-    given = {"nodes": 1, "ntasks": 1, "cpus-per-task": cluster.nodes.cpus, "gres": ours.gres, "time": ours.time,
-             "partition": ours.partition, "account": ours.account}  # fmt: skip
-    words = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": cluster.paths.hf_home}
-    options = [*(f"--{key}={value}" for key, value in given.items() if value), *ours.options]
-    lines = [*(f"#SBATCH {option}" for option in options), "set -eo pipefail", *ours.setup, tokens(cluster)]
-    lines += [f"export {key}={shlex.quote(value)}" for key, value in words.items() if value]
-    lines += [shlex.join(["cd", str(out)]), shlex.join(["exec", ours.python or sys.executable, "-m", "kit.evaluate"])]
-    return "\n".join(["#!/bin/bash", *lines, ""])
+    asked = jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cluster.nodes.cpus, gres=cluster.slurm.gres)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    offline |= {"HF_HOME": cluster.paths.hf_home} if cluster.paths.hf_home else {}
+    body = f"{shlex.join(['cd', str(out)])}\nexec {jobscript.python(cluster)} -m kit.evaluate"
+    return jobscript.render(cluster, asked, body, offline)
 
 
 def scores(out: Path) -> list[dict[str, Any]]:

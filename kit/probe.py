@@ -11,46 +11,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kit import jobscript
 from kit.cluster import Cluster, Link, Links
 from kit.errors import InputError, KitError
-from kit.files import REPOSITORY
 
 LAUNCHES = 2000  # small kernels in a row: what they take is the host's work, not the GPU's
 CPU_RANKS = 2  # of a node without GPUs
 NORM_BYTES = 36  # that a norm of bf16 in fp32 reads and writes for each element, as transformers computes it
 
-SCRIPT = """#!/bin/bash
-{directives}set -euo pipefail
-{environment}
-{setup}# The head node's address comes from Slurm: node names need not resolve.
+BODY = """\
+# The head node's address comes from Slurm: node names need not resolve.
 read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 [ -n "$MASTER_ADDR" ] || {{ echo "scontrol show node gives no NodeAddr for the head node $head." >&2; exit 1; }}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE={ranks}
-srun --ntasks-per-node={ranks} --kill-on-bad-exit=1 bash -c {task}
-"""
+export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}  # Slurm 22.05 and 23.02 do not hand it to srun
+srun --ntasks-per-node={ranks} --kill-on-bad-exit=1 bash -c {task}"""
 TASK = 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID exec "$0" -m kit.probe "$1"'
 
 
 def render_script(cluster: Cluster, out: Path) -> str:
     """A job of two minutes on all nodes, one srun task a GPU. Rank 0 writes `out`, JSON, where all nodes see it."""
-    slurm, nodes, ranks = cluster.slurm, cluster.nodes, cluster.nodes.gpus or CPU_RANKS
-    given = {
-        "job-name": "probe", "nodes": nodes.count, "ntasks-per-node": ranks,
-        "cpus-per-task": max(1, nodes.cpus // ranks), "output": f"{out}.log", "gres": slurm.gres,
-        "partition": slurm.partition, "time": "00:10:00", "account": slurm.account,
-    }  # fmt: skip
-    options = [f"--{name}={value}" for name, value in given.items() if value] + list(slurm.options)
-    words = {"PYTHONPATH": str(REPOSITORY)} | ({} if nodes.gpus else {"CUDA_VISIBLE_DEVICES": ""}) | cluster.environment
-    lines = "".join(f"{line}\n" for line in slurm.setup)
-    return SCRIPT.format(
-        directives="".join(f"#SBATCH {option}\n" for option in options),
-        environment="\n".join(f"export {k}={shlex.quote(v)}" for k, v in words.items()),
-        setup=f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n" if lines else "",
-        ranks=ranks,
-        task=" ".join(map(shlex.quote, (TASK, sys.executable, str(out)))),
-    )
+    nodes, ranks = cluster.nodes, cluster.nodes.gpus or CPU_RANKS
+    asked = jobscript.options(
+        cluster, job_name="probe", nodes=nodes.count, ntasks_per_node=ranks, cpus_per_task=max(1, nodes.cpus // ranks),
+        gres=cluster.slurm.gres, time="00:10:00",
+    )  # fmt: skip
+    task = f"{shlex.quote(TASK)} {jobscript.python(cluster)} {shlex.quote(str(out))}"
+    hidden = {} if nodes.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    return jobscript.render(cluster, asked, BODY.format(ranks=ranks, task=task), hidden)
 
 
 def apply(found: dict[str, Any], cluster: Cluster) -> Cluster:

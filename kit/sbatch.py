@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from kit import rendezvous
+from kit import jobscript, rendezvous
 from kit.cluster import Cluster
 from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
@@ -25,23 +25,6 @@ lacks() {{ echo "[start on ${{SLURMD_NODENAME:-$HOSTNAME}}] $1 is not here: $2 o
 command -v {python} > /dev/null || lacks {python} "set slurm.python, or the lines of slurm.setup,"
 {python} -m kit.sampler "$KIT_RUN" &
 exec {python} -m kit.rendezvous "$KIT_RUN"
-"""
-
-# The image brings torch; the kit comes from the shared file system, so that it is the one that launched the job.
-PYTHONPATH = f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}:${{PYTHONPATH-}}"
-
-# Only the owner may read the file, and what it holds is never shown, not even a line that is no NAME=VALUE.
-TOKENS = """\
-if [[ $(stat -Lc %a {file}) != *00 ]]; then
-  reason="others can read the file of tokens (slurm.env_file): chmod 600 it"
-  echo "$reason" >&2
-  exit 1
-fi
-while read -r line || [[ -n $line ]]; do
-  line=${{line#export }} value=${{line#*=}} value=${{value#[\\"\\']}} value=${{value%[\\"\\']}}
-  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "${{BASH_REMATCH[0]}}$value"; fi
-done < {file}
-
 """
 
 BODY = """\
@@ -149,35 +132,16 @@ def draft(recipe: Recipe, cluster: Cluster, path: Path, dataset: Path, wandb_id:
     warning = f"--signal=B:USR2@{warning_s(recipe, cluster, dataset)}"
     directives = "".join(f"#SBATCH {line}\n" for line in [*_directives(recipe, cluster, path), warning, *slurm.options])
     environment = _environment(recipe, cluster, path, wandb_id)
-    exports = [f"export {k}={shlex.quote(v)}" for k, v in environment.items()]
-    lines = "".join(f"{line}\n" for line in slurm.setup)
-    setup = f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n\n" if lines else ""
-    elsewhere = contained or slurm.python  # an interpreter that need not have the kit
+    elsewhere = contained or slurm.python
     return f"#!/bin/bash\n{directives}" + BODY.format(
         run=shlex.quote(str(path)),
-        python=shlex.quote(sys.executable if contained else slurm.python or sys.executable),
-        environment="\n".join(exports + ([PYTHONPATH] if elsewhere else [])),
-        tokens=tokens(cluster),
-        setup=setup,
+        python=jobscript.python(cluster),
+        environment="\n".join(jobscript.exports(environment) + ([jobscript.PYTHONPATH] if elsewhere else [])),
+        tokens=jobscript.tokens(cluster),
+        setup=jobscript.setup(cluster),
         container=_container(recipe, cluster, [path.parent, dataset], list(environment)),
-        node_command=shlex.quote(("\n" + PYTHONPATH if contained else "") + NODE_COMMAND.format(python=python)),
+        node_command=shlex.quote(("\n" + jobscript.PYTHONPATH) * contained + NODE_COMMAND.format(python=python)),
     )
-
-
-def tokens(cluster: Cluster) -> str:
-    """Lines of shell that read the profile's file of tokens; none where it names no file. Raises as `private`."""
-    file = cluster.slurm.env_file
-    return TOKENS.format(file=shlex.quote(str(private(file)))) if file else ""
-
-
-def private(name: str) -> Path:
-    """A file of tokens. Raises InputError where it is not there, or where others can read it."""
-    path = Path(name).expanduser().absolute()
-    if not path.is_file():
-        raise InputError(f"slurm.env_file: {path} is not there. Write NAME=VALUE lines into it, and chmod 600 it.")
-    if (mode := path.stat().st_mode & 0o777) & 0o077:
-        raise InputError(f"slurm.env_file: {path} has mode {mode:o}, so others can read its tokens: chmod 600 it.")
-    return path
 
 
 def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:

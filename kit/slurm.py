@@ -74,10 +74,10 @@ def _own_options(run: Run) -> list[str]:
 
 def check(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for a recipe that this cluster, or kit.train, cannot run."""
-    from kit import model, sbatch
+    from kit import jobscript, model
 
     if cluster.slurm.env_file:
-        sbatch.private(cluster.slurm.env_file)
+        jobscript.private(cluster.slurm.env_file)
     parallel, nodes = recipe.parallel, cluster.nodes
     if parallel.strategy.startswith("zero") or recipe.tuning.method == "qlora":
         what = "tuning.method qlora" if recipe.tuning.method == "qlora" else f"parallel.strategy {parallel.strategy}"

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from kit import files, schema
+from kit import files, jobscript, schema
 from kit.bars import Bars
 from kit.cluster import Cluster, Finding, Nodes, detect
 from kit.errors import InputError, KitError
@@ -30,12 +30,6 @@ from kit.machine import look, topology
 PATIENCE = 600.0  # seconds that the job may wait and run before it is cancelled
 SKEW = 1.0  # seconds between two clocks from which files' times mislead
 LEAST = ("nodes.count", "nodes.gpus", "nodes.gpu_memory_gib", "nodes.cpus", "nodes.ram_gib")
-
-SCRIPT = """#!/bin/bash
-{directives}set -euo pipefail
-{environment}
-{setup}srun --ntasks-per-node=1 --kill-on-bad-exit=0 {python} -m kit.survey {folder}
-"""
 
 
 @contextlib.contextmanager
@@ -105,22 +99,18 @@ def main() -> None:
 
 def render_script(cluster: Cluster, folder: Path, nodes: int, gres: str) -> str:
     """A job of one small task a node, with all of its GPUs, since those that a job is not given may be hidden."""
-    slurm = cluster.slurm
-    given = {
-        "job-name": "survey", "nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": 1, "mem": "1G", "time": "00:05:00",
-        "gres": gres, "partition": slurm.partition, "account": slurm.account,
-    }  # fmt: skip
-    options = [*(f"--{name}={value}" for name, value in given.items() if value), *slurm.options]
-    lines, environment = "".join(f"{line}\n" for line in slurm.setup), cluster.environment
-    environment = {"PYTHONPATH": str(files.REPOSITORY)} | environment
-    inside = slurm.container.kind != "none"  # then slurm.python is in the image
-    return SCRIPT.format(
-        directives="".join(f"#SBATCH {option}\n" for option in options),
-        environment="\n".join(f"export {k}={shlex.quote(v)}" for k, v in environment.items()),
-        setup=f"set +u  # module and conda scripts read unset variables\n{lines}set -u\n" if lines else "",
-        python=shlex.quote(sys.executable if inside else slurm.python or sys.executable),
-        folder=shlex.quote(str(folder)),
+    asked = jobscript.options(
+        cluster,
+        job_name="survey",
+        nodes=nodes,
+        ntasks_per_node=1,
+        cpus_per_task=1,
+        mem="1G",
+        time="00:05:00",
+        gres=gres,
     )
+    command = f"{jobscript.python(cluster)} -m kit.survey {shlex.quote(str(folder))}"
+    return jobscript.render(cluster, asked, f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {command}")
 
 
 def ask_nodes(

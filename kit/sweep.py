@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kit import evidence, files, slurm
+from kit import evidence, files, jobscript, slurm
 from kit.cluster import Cluster
 from kit.errors import InputError, KitError
 from kit.parameters import check, label, read_notebook, read_parameters
@@ -24,11 +24,7 @@ from kit.run import Run
 STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
 # Slurm's SIGTERM goes to every process. For a notebook the shell waits until it is saved, and leaves the exit code; a
 # run's own script does all that, so it takes the place of this one.
-SCRIPT = """#!/bin/bash
-{asks}
-{setup}
-{how} {python} -m kit.sweep {run} ${{SLURM_ARRAY_TASK_ID-}}
-"""
+BODY = "{how} {python} -m kit.sweep {run} ${{SLURM_ARRAY_TASK_ID-}}"
 Settings = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -124,7 +120,7 @@ def _checked(points: Sequence[Settings], check: Callable[[Settings], T], key: Ca
 
 
 def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out: Path | None = None) -> Run:
-    known, ask = read_parameters(read_notebook(notebook)), cluster.slurm
+    known = read_parameters(read_notebook(notebook))
     defaults = {name: parameter.default for name, parameter in known.items()}
     checked = _checked(points, lambda p: check(known, p), lambda values: repr(sorted((defaults | values).items())))
     slurm.reach(cluster)
@@ -132,9 +128,7 @@ def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out:
     run = Run.create_for_script("", cluster, name)
     shutil.copyfile(notebook, run.path / notebook.name)
     run.note(notebook=notebook.name)
-    given = {"job-name": name, "partition": ask.partition, "time": ask.time, "account": ask.account}
-    asks = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", *(f"--{k}={v}" for k, v in given.items() if v)]
-    asks += ask.options
+    asks = jobscript.options(cluster, job_name=name, nodes=1, ntasks=1, cpus_per_task=1)
     _write(run, checked, [str(out or f"notebooks/{n:04}.ipynb") for n in range(len(points))], asks, "trap : TERM\n")
     return run
 
@@ -166,17 +160,10 @@ def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> R
 
 
 def _write(run: Run, points: Sequence[Settings], outs: Sequence[str], asks: Sequence[str], how: str) -> None:
-    from kit.sbatch import tokens
-
     tasks = [{"values": values, "out": out} for values, out in zip(points, outs, strict=True)]
     files.write_json(run.path / "sweep.json", tasks)
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in run.cluster.environment.items()]
-    script = SCRIPT.format(
-        asks="\n".join(f"#SBATCH {line}" for line in asks),
-        setup="\n".join([*run.cluster.slurm.setup, *exports, tokens(run.cluster)]),
-        how=how, python=shlex.quote(run.cluster.slurm.python or sys.executable), run=shlex.quote(str(run.path)),
-    )  # fmt: skip
-    files.write(run.path / "job.sbatch", script)
+    body = BODY.format(how=how, python=jobscript.python(run.cluster), run=shlex.quote(str(run.path)))
+    files.write(run.path / "job.sbatch", jobscript.render(run.cluster, asks, body))
 
 
 def main(run: Run, number: int | None) -> int:
