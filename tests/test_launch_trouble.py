@@ -49,6 +49,12 @@ class Own:
         process.kill()
         process.wait(20)
 
+    def save(self, run):
+        """Have the controller write down that the run has started, which it does now and then: it may be killed before."""
+        noted = time.time()
+        say("scontrol", "update", f"jobid={run.job_id}", "comment=noted")
+        until(lambda: (self.root / "state" / "job_state").stat().st_mtime > noted)
+
     def start(self, *command):
         subprocess.run(command, check=True, env=os.environ | self.settings, capture_output=True)
         until(lambda: "UP" in queue.command("scontrol", "ping").stdout)
@@ -140,7 +146,7 @@ def test_a_limit_of_the_qos_is_told_too(launch):
 
 def test_a_dead_controller_is_said_loses_nothing_and_comes_back(own, launch, tmp_path):
     run = started(launch(f"until [ -e {tmp_path}/go ]; do sleep 0.2; done; exit 3"))
-    time.sleep(12)  # the controller saves what it knows every 5 s, and later where it is busy
+    own.save(run)
     own.kill("slurmctld")
     pauses = []
     until(lambda: pauses.append(queue.look().wait) or len(set(pauses)) > 2, 30)  # it is asked less and less often
