@@ -50,7 +50,7 @@ class Own:
         process.wait(20)
 
     def save(self, run):
-        """Have the controller write down that the run has started, which it does now and then: it may be killed before."""
+        """Have the controller write down that the run has started, which it does only now and then."""
         noted = time.time()
         say("scontrol", "update", f"jobid={run.job_id}", "comment=noted")
         until(lambda: (self.root / "state" / "job_state").stat().st_mtime > noted)
