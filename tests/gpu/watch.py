@@ -1,6 +1,6 @@
 """Watch a run of a minute on real GPUs, live: `python tests/gpu/watch.py OUT TOKENIZER_FOLDER [STEPS]`.
 
-A run of Llama-3.2-1B's shape trains on all GPUs here while a board follows it. Left in OUT: watch.json, with the rows of
+A run of Llama-3.2-1B's shape trains on all GPUs here while a board follows it. Left in OUT: watch.json with the rows of
 each GPU, the longest gap between two and how late each was known; the board in mid-run and at the end; the W&B log.
 """
 
@@ -9,6 +9,7 @@ import shutil
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def main(out: Path, tokenizer: Path, steps: int = 200) -> int:
             "status": board.status(), "state": board.runs[0].state, "loss_rows": len(series["train/loss"].values),
             "training_s": series["_timestamp"].values[-1] - series["_timestamp"].values[0],
             "gpu_rows": {name: len(t) for name, t in rows.items()},
-            "longest_gap_s": {n: max(b - a for a, b in zip(t, t[1:], strict=False)) for n, t in rows.items()},
+            "longest_gap_s": {n: max(b - a for a, b in pairwise(t)) for n, t in rows.items()},
             "known_late_s": {str(key): spread(late) for key, late in seen.items() if len(late) > 20},
             "last": {str(k): s.values[-1] for k, s in series.items() if isinstance(k, tuple)},
             "peaks": {str(k): max(s.values) for k, s in series.items() if isinstance(k, tuple)},
