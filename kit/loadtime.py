@@ -309,9 +309,12 @@ def _handed_over(job: Job) -> Iterable[Any]:
 
 
 def _fastsafetensors(job: Job) -> Iterator[Any]:
+    import torch
+
     opened = importlib.import_module("fastsafetensors").fastsafe_open
+    device = f"cuda:{torch.cuda.current_device()}" if job.device == "cuda" else job.device  # it asks for the number
     for file in job.held.files:
-        with opened([str(file)], device=job.device, nogds=True) as stream:
+        with opened([str(file)], device=device, nogds=True) as stream:
             yield from [stream.get_tensor(name) for name in stream.keys()]  # noqa: SIM118
 
 

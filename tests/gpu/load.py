@@ -1,8 +1,8 @@
-"""Time disk to GPU by every method: `python tests/gpu/load.py [GB] [SECONDS]`, results in $OUT/load.json.
+"""Time disk to GPU by every method: `python tests/gpu/load.py [GB] [ranks]`, results in $OUT/load.json.
 
 A model of random bf16 weights (8.6 GB) is written as DCP, safetensors and a torch file (three times GB on the disk that
-holds the temporary folder). Then rounds of all methods, each in a fresh process after eviction, beside plain reads of
-the disk and pinned copies to the GPU, until SECONDS (220) are over. What could not be proven cold is labelled mixed.
+holds the temporary folder). Then every method loads it to the GPU, three times cold and twice warm, beside plain reads
+of the disk and copies to the GPU; with the word ranks, 2 and 8 ranks load the DCP one to the CPU instead.
 Needs torch, safetensors, psutil; fastsafetensors, and runai-model-streamer with humanize, take part where installed.
 """
 
@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -21,14 +20,6 @@ from typing import Any
 import torch
 
 from kit import loadtime
-from kit.errors import KitError
-from kit.weights import weights
-
-METHODS = {
-    "safetensors": ("load_file", "dcp.load, HF reader", "fastsafetensors", "runai-model-streamer", "kit"),
-    "dcp": ("dcp.load", "dcp.load, kit's reader", "kit"),
-    "torch": ("torch.load", "torch.load, mmap", "kit"),
-}
 
 
 def make(folder: Path, gb: float) -> dict[str, Path]:
@@ -63,32 +54,9 @@ def copies(pinned: bool) -> list[float]:
     return sorted(rates)
 
 
-def one(method: str, path: Path, gb: float, cold: bool) -> dict[str, Any]:
-    """One sample, or why there is none."""
-    state = "cold" if cold else "warm"
-    try:
-        (row,) = loadtime.run_ranks(("-m", "kit.loadtime", method, str(path), state, "cuda"), 1)
-    except KitError as error:
-        return {"error": str(error)[-600:]}
-    return row | {"gb_s": gb / row["touched"], "label": loadtime.label(row["residency"], row["device"] / row["wanted"])}
-
-
-def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and ranges of the samples that worked."""
-    good = [s for s in samples if "error" not in s]
-    if not good:
-        return {"error": samples[0]["error"]}
-    rates = [s["gb_s"] for s in good]
-    keys = ("call", "touched", "device", "asked", "wanted", "residency")
-    return {key: statistics.median(s[key] for s in good) for key in keys} | {
-        "gb_s": statistics.median(rates), "gb_s_range": (min(rates), max(rates)), "samples": len(good),
-        "labels": sorted({s["label"] for s in good}),
-    }  # fmt: skip
-
-
-def main(gb: float = 8.6, seconds: float = 220) -> None:
-    """Rounds until the time is over, the JSON written after each."""
-    begun, scratch = time.perf_counter(), Path(tempfile.mkdtemp(prefix="load-"))
+def main(gb: float = 8.6, what: str = "gpu") -> None:
+    """All tables, the JSON written after each."""
+    scratch = Path(tempfile.mkdtemp(prefix="load-"))
     packages = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer")
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     result: dict[str, Any] = {
@@ -96,39 +64,24 @@ def main(gb: float = 8.6, seconds: float = 220) -> None:
         "versions": {name: installed.get(name, "not installed") for name in packages},
         "pinned_gb_s": copies(pinned=True), "pageable_gb_s": copies(pinned=False),
     }  # fmt: skip
-    samples: dict[str, list[dict[str, Any]]] = {}
-    disk: dict[int, list[float]] = {}
+
+    def timed(name: str, *words: Any, **more: Any) -> None:
+        begun = time.perf_counter()
+        found = loadtime.time_load(*words, **more)
+        result[name] = [t.as_dict() | {"path": Path(t.path).name} for t in found]
+        print(f"{name}, {time.perf_counter() - begun:.0f} s", *found, *loadtime.separable(found), sep="\n", flush=True)
+        Path(os.environ["OUT"], f"load_{what}.json").write_text(json.dumps(result, indent=1))
+
     try:
         paths = make(scratch, gb)
-        held = {form: weights(path) for form, path in paths.items()}
-        result |= {"gb": held["dcp"].bytes / 1e9, "written_s": time.perf_counter() - begun}
-        longest = 0.0
-        for number in range(20):
-            started = time.perf_counter()
-            cold = number != 2  # the third round is warm
-            for depth in (1, 4, 16, 32):
-                disk.setdefault(depth, []).append(loadtime._rate(held["safetensors"].files, True, depth))
-            for form, methods in METHODS.items():
-                for method in set(methods) & set(loadtime.known(form)):
-                    key = f"{form}: {method}{'' if cold else ', warm'}"
-                    samples.setdefault(key, []).append(one(method, paths[form], result["gb"], cold))
-            longest = max(longest, time.perf_counter() - started)
-            table = {key: summary(taken) for key, taken in samples.items()}
-            rates = {depth: (statistics.median(r), min(r), max(r)) for depth, r in disk.items()}
-            result |= {
-                "disk_gb_s": rates,
-                "methods": table,
-                "rounds": number + 1,
-                "wall_s": time.perf_counter() - begun,
-            }
-            out = Path(os.environ["OUT"]) / "load.json"
-            out.write_text(json.dumps(result, indent=1))
-            if time.perf_counter() - begun + longest > seconds:
-                break
-        print(json.dumps(result, indent=1))
+        if what == "ranks":
+            timed("ranks", paths["dcp"], ["dcp.load", "kit"], cold=True, repeats=2, ranks=(2, 8))
+        else:
+            timed("cold", list(paths.values()), cold=True, device="cuda")
+            timed("warm", list(paths.values()), repeats=2, device="cuda")
     finally:
         shutil.rmtree(scratch)
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    main(*map(float, sys.argv[1:2]), *sys.argv[2:3])
