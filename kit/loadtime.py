@@ -368,7 +368,7 @@ def sample(method: str, path: str, state: str, device: str) -> Row:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
         torch.empty(1, device=device)
     importlib.import_module(_PACKAGES.get(method, "torch"))
-    job = Job(weights(Path(path)), Path(path), *join(), device)
+    job = Job(weights(Path(path)), Path(path), *join(device), device)
     (pagecache.evict if state == "cold" else pagecache.warm)(job.held.files)
     residency = pagecache.residency(job.held.files)
     if job.world > 1:

@@ -68,14 +68,15 @@ def _whole(rows: list[Row], errors: str, world: int, words: Sequence[str]) -> li
     raise KitError(f"{' '.join(words)}: {len(rows)} of {world} ranks came to an end: {why}{errors.strip()[-800:]}")
 
 
-def join() -> tuple[int, int]:
-    """(rank, world), with a process group of CPUs and any GPUs where there is more than one."""
+def join(device: str = "cpu") -> tuple[int, int]:
+    """(rank, world), with a process group for tensors on the device where there is more than one."""
     import torch.distributed as dist
 
     names = (("RANK", "SLURM_PROCID", 0), ("WORLD_SIZE", "SLURM_NTASKS", 1))
     rank, world = (int(os.environ.get(one) or os.environ.get(other) or default) for one, other, default in names)
     if world > 1:
-        dist.init_process_group(init_method=os.environ.get("KIT_RENDEZVOUS"), rank=rank, world_size=world)
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
+        dist.init_process_group(backend, os.environ.get("KIT_RENDEZVOUS"), rank=rank, world_size=world)
     return rank, world
 
 
