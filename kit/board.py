@@ -24,6 +24,7 @@ from kit.standing import Standing
 POLL = 0.5  # seconds between looks at the files, and updates of the live widget: what is logged is seen in two
 REDRAW = 10.0  # seconds between pictures, so that the notebook's file always holds a fresh one
 FIRST = 0.5  # seconds that a person in JupyterLab is let wait for the first look
+START = 0.05  # seconds until the first look, unless somebody waits for it: the cell that asks for a board ends sooner
 SWITCH = 0.0005  # seconds for which a thread may keep the interpreter while another one waits; Python's own are 0.005
 GAP = 0.002  # seconds of rest after each part of a long log, so that whoever uses the kernel is not in its way
 LIVE = "-live"  # ends the display id of the widget's output
@@ -217,6 +218,7 @@ class Board:
     def _follow(self) -> None:
         """The thread. It prints nothing, since that would land in whatever cell runs; trouble goes on the board."""
         sys.setswitchinterval(SWITCH)  # so that whoever uses the kernel does not feel this thread
+        self._wake.wait(START)
         drawn = -math.inf
         while not self._stop.is_set():
             news = [run.look() for run in self.runs]

@@ -82,9 +82,9 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
     """
     c, h, f, length, t = y.compute, s.hidden, s.ffn, recipe.data.seq_len, recipe.tuning
     tokens, full, dropped = recipe.schedule.micro_batch * length, t.method == "full", t.dropout > 0
-    # packed documents give sdpa a mask; transformers then repeats the keys, and sdpa makes the mask a bf16 one
-    masked = recipe.data.packing and recipe.model.attention == "sdpa"
-    scores = s.heads * length * (recipe.model.attention == "eager")
+    # with a mask for sdpa, transformers repeats the keys, and sdpa makes the mask a bf16 one
+    masked = s.masked(recipe) and recipe.model.attention == "sdpa"
+    scores = s.heads * length * s.scored(recipe)
     mlp = [x for x in s.linears if "att" not in x.path]
     down = [x for x in mlp if not x.source.endswith("h")]
     gated = sum(x.outputs for x in mlp if x.source.endswith("h")) >= 2 * max(x.inputs for x in down)
@@ -95,8 +95,9 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
     if any(x.outputs == s.query + 2 * s.key for x in s.linears):
         kept += c * (2 * s.query + s.key)  # queries and keys are copied out of the fused projection to be rotated
     casts = False
-    if full:
-        kept += c * (f + 2 * h + normed * rms)
+    experts = 0
+    if full:  # a LayerNorm is fp32 under autocast, so that each projection casts what it reads for itself
+        kept += c * (f + h * (2 if rms else sum(x.source.endswith("h") for x in s.linears)) + normed * rms)
     else:
         # An fp32 adapter under autocast casts its input, one with dropout drops from it, each for itself; others
         # share what they read, and what the attention puts out is there already.
@@ -106,6 +107,7 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
         shared = {x.source: x.inputs * c for x in targets if not x.source.endswith(("q", "V"))}.values()
         kept += sum(alone if casts or dropped else shared) + c * t.r * len(targets)
         casts = casts and any(x in down for x in targets)
+        experts = c * sum(x.parameters for x in targets if x.copies > 1)  # PEFT adds B @ A of them all to the weights
     cast = casts * 4 * (1 + dropped) * f  # in fp32, and that without what was dropped
     forward = 5 * c * h + cast + (0 if full else c * f)
     passing = max(c * wide * f + 2 * c * h, casts * 2 * c * f + cast + 3 * c * h)
@@ -113,8 +115,9 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
     backward += 8 * h * (recipe.parallel.strategy == "fsdp1" and not full)  # an adapter's fp32 input, its gradient
     eager = (8 + c) * scores
     return Activations(
-        tokens * c * h, tokens * kept, tokens * (passing + eager), tokens * (forward + eager),
-        tokens * max(backward, eager - 3 * c * f), tokens * length * masked,
+        tokens * c * h, tokens * kept + experts, tokens * (passing + eager) + 2 * experts,
+        tokens * (forward + eager) + experts, tokens * max(backward, eager - 3 * c * f) + experts,
+        tokens * length * masked,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kit.errors import InputError
 from kit.recipe import Recipe
 
 _KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_ATTENTIONS = "sdpa eager flash_attention_2 flex_attention"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -59,8 +60,9 @@ class Shape:
     """What the formulas need to know of a model: `kinds` of layers and how many of each; `outer`, what is in none.
 
     layer (its parameters), linears, vectors, norms and ffn are the largest kind's. query is the mean width of a token's
-    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `unknown` says what the
-    formulas do not know, which makes every figure a bound; `notes`, what is left out.
+    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `attends` are the values
+    that model.attention may have; window is that of sliding attention, 0 without. `unknown` says what the formulas do
+    not know, which makes every figure a bound; `notes`, what is left out.
     """
 
     name: str
@@ -79,6 +81,9 @@ class Shape:
     vectors: int
     norms: int
     ffn: int
+    attends: tuple[str, ...]
+    broadcast: bool
+    window: int
     unknown: str
     notes: tuple[str, ...]
 
@@ -97,6 +102,22 @@ class Shape:
     def active(self) -> int:
         """Weights that one token is multiplied with in the layers: experts as routed."""
         return sum(n * x.inputs * x.outputs * x.used for n, layer in self.kinds for x in layer.linears)
+
+    def masked(self, recipe: Recipe) -> bool:
+        """Whether attention is handed a mask: for packed rows, and for those as long as a sliding window."""
+        return recipe.data.packing or 0 < self.window <= recipe.data.seq_len
+
+    def scored(self, recipe: Recipe) -> bool:
+        """Whether all scores of a layer lie in memory: sdpa has no kernel for one head of keys that is not repeated.
+
+        Raises InputError for an attention that transformers does not have for this model.
+        """
+        if (attention := recipe.model.attention) not in self.attends:
+            raise InputError(
+                f"model.attention: transformers has no {attention} for {self.name}, and the run would end as it loads "
+                f"the model; there is {' or '.join(self.attends)}."
+            )
+        return attention == "eager" or (attention == "sdpa" and self.broadcast)
 
     def targeted(self, modules: Iterable[str]) -> list[Linear]:
         """The projections of the largest layer that PEFT adapts. Raises InputError for a name that matches none."""
@@ -156,7 +177,12 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
             f"model_type {kind!r} is unknown: counted as {kin} with every bias and more norms, an upper bound unless "
             "it holds other tensors."
         )
-    c = table.get("default", {}) | c
+    default = table.get("default", {})
+    slides = default | given  # a window that is null in the config is none
+    window = (slides.get("use_sliding_window", True) and slides.get("sliding_window")) or 0
+    whole = families.get(str(config.get("model_type")), {})
+    attends = str(whole.get("attends") or table.get("attends") or _ATTENTIONS).split()
+    c = default | c | {"window": window, "attends": tuple(attends)}
     c = {"qkv_bias": c.get("attention_bias", c.get("bias", False))} | c
     if table.get("fourfold"):
         c.setdefault("intermediate_size", 4 * c.get("hidden_size", 0))
@@ -224,6 +250,7 @@ def _shape(c: dict[str, Any], name: str, table: dict[str, Any], unknown: str, no
         size["embedding"], c.get("tie_word_embeddings", table.get("tied", False)), kinds,
         outer=layer(table.get("outside", ""), table.get("outer", "h")), layer=largest.parameters,
         linears=largest.linears, vectors=largest.vectors, norms=largest.norms, ffn=largest.ffn,
+        attends=c["attends"], broadcast=table.get("broadcast", False) and size["k"] == size["d"], window=c["window"],
         unknown=unknown, notes=notes,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ import wandb
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import broadcast_object_list, reduce
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, TrainerCallback
@@ -251,11 +252,24 @@ def build_trainer(
         model=base, args=arguments, data_collator=collate, train_dataset=rows, eval_dataset=eval_rows,
         processing_class=tokenizer, peft_config=lora if recipe.tuning.method == "lora" else None,
     )  # fmt: skip
+    if recipe.parallel.strategy == "fsdp1":
+        leave_casts_to_fsdp(trainer.model)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         # With an output_dtype the loss itself is cast to bf16: steps of 1/128 near 1.1. It stays fp32 without.
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
     return trainer
+
+
+def leave_casts_to_fsdp(adapted: torch.nn.Module) -> None:
+    """Have PEFT not cast what its layers read: FSDP1 does, for each unit.
+
+    PEFT casts to the type of the adapter's weights, fp32 or, while they are gathered, bf16. When checkpointing runs a
+    layer again, others are gathered than before, the types differ, and torch ends the run with a CheckpointError.
+    """
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
 
 
 def train(run: Run, watcher: Watcher) -> None:

@@ -32,7 +32,7 @@ def _layers(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[Work, 
     """The layers' forward and backward on `tokens` in rows of `row` tokens.
 
     A forward costs 2 FLOPs per weight and token, and attention 4 x row x query width a layer and token, of which a
-    causal kernel does half and one that is handed a mask, as sdpa is for packed rows, all. Backward costs that once for
+    causal kernel does half and one that is handed a mask all. Backward costs that once for
     the inputs and once for trained weights, attention 2.5 times (Kaplan et al. 2020; Dao 2023, 4.1). Kernels, and the
     bytes that they read and write per token beside matmuls, are those of transformers' Llama under bf16 autocast, as
     torch's dispatcher sees them: a norm in fp32 is eight kernels that move 36 bytes an element.
@@ -40,8 +40,8 @@ def _layers(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[Work, 
     full, dropout = recipe.tuning.method == "full", recipe.tuning.dropout > 0
     adapted = [] if full else s.targeted(recipe.tuning.target_modules)
     low_rank = 0 if full else 2 * s.trainable(recipe) * tokens
-    eager = s.heads * row * (recipe.model.attention == "eager")
-    square = 4 * s.layers * row * s.query * tokens * (1.0 if recipe.data.packing and _takes_mask(recipe) else 0.5)
+    eager = s.heads * row * s.scored(recipe)
+    square = 4 * s.layers * row * s.query * tokens * (1.0 if s.masked(recipe) and _takes_mask(recipe) else 0.5)
     normed_heads = s.vectors % s.hidden > 0  # queries and keys have a norm of their own, of a head's width
     heads, linears = s.query + s.key, len(s.linears)
     norms, width = s.norms + 2 * normed_heads, s.norms * s.hidden + heads * normed_heads

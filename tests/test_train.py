@@ -1,10 +1,14 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from kit import slurm
 from kit.errors import KitError
+from kit.files import REPOSITORY
 from kit.isolation import check_isolation, collate, count_tokens
 
 COMMON = {"schedule.max_steps": 6, "schedule.save_every": 0, "tuning.dropout": 0.0, "schedule.lr": 1e-3}
@@ -79,3 +83,45 @@ def test_the_proof_leaves_no_trace_in_the_random_numbers(recipe):
 def test_a_tied_model_goes_on_after_an_evaluation_and_a_save_at_one_step(recipe, local):
     job = recipe.override(**COMMON | {"schedule.eval_every": 2, "schedule.save_every": 2})
     assert [h["step"] for h in finished(slurm.launch(job, local))] == [1, 2, 3, 4, 5, 6]
+
+
+FSDP1 = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from transformers import LlamaConfig, LlamaForCausalLM
+from kit.train import leave_casts_to_fsdp
+
+dist.init_process_group("gloo")
+shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
+tokens, bf16 = torch.arange(32)[None], torch.bfloat16
+for ours in (False, True):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**shape)).to(bf16), lora)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    if ours:
+        leave_casts_to_fsdp(model)
+    policy, mixed = fsdp_auto_wrap_policy(model), MixedPrecision(bf16, bf16, bf16)
+    sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"))
+    with torch.autocast("cpu", dtype=bf16):
+        loss = sharded(input_ids=tokens, labels=tokens, use_cache=False).loss
+    try:
+        loss.backward()
+        print("trained" if ours else "PEFT's own casts work by now")
+    except torch.utils.checkpoint.CheckpointError:
+        print("CheckpointError")
+dist.destroy_process_group()
+"""  # noqa: E501
+
+
+def test_an_adapter_under_fsdp1_can_be_checkpointed_which_pefts_own_casts_prevent(tmp_path):
+    (tmp_path / "ranks.py").write_text(FSDP1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["CheckpointError"] * 2 + ["trained"] * 2, done.stderr[-2000:]
