@@ -265,7 +265,7 @@ def leave_casts_to_fsdp(adapted: torch.nn.Module) -> None:
     """Have PEFT not cast what its layers read: FSDP1 does, for each unit.
 
     PEFT casts to the type of the adapter's weights, fp32 or, while they are gathered, bf16. When checkpointing runs a
-    layer again, others are gathered than before, the types differ, and torch ends the run with a CheckpointError.
+    layer again, others are gathered than before; with dropout torch then ends the run with a CheckpointError.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):

@@ -100,10 +100,11 @@ dist.init_process_group("gloo")
 shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
 tokens, bf16 = torch.arange(32)[None], torch.bfloat16
 for ours in (False, True):
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(**shape)).to(bf16), lora)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
+    model.train()
     if ours:
         leave_casts_to_fsdp(model)
     policy, mixed = fsdp_auto_wrap_policy(model), MixedPrecision(bf16, bf16, bf16)
@@ -112,9 +113,11 @@ for ours in (False, True):
         loss = sharded(input_ids=tokens, labels=tokens, use_cache=False).loss
     try:
         loss.backward()
-        print("trained" if ours else "PEFT's own casts work by now")
+        outcome = "trained"
     except torch.utils.checkpoint.CheckpointError:
-        print("CheckpointError")
+        outcome = "CheckpointError"
+    if dist.get_rank() == 0:
+        print(outcome)
 dist.destroy_process_group()
 """  # noqa: E501
 
@@ -124,4 +127,4 @@ def test_an_adapter_under_fsdp1_can_be_checkpointed_which_pefts_own_casts_preven
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["CheckpointError"] * 2 + ["trained"] * 2, done.stderr[-2000:]
+    assert done.stdout.split() == ["CheckpointError", "trained"], done.stderr[-2000:]
