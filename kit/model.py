@@ -87,10 +87,11 @@ def load_tokenizer(name: str) -> Any:
     return Loader.from_pretrained(folder, local_files_only=True)
 
 
-def load_model(name: str, dtype: Any, attention: str, seed: int = 0) -> Any:
-    """A causal LM on the CPU. A name that ends in config.json means random weights of that shape, seeded.
+def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 0) -> Any:
+    """A causal LM on the CPU, with transformers' own choice of attention unless one is named.
 
-    Every rank makes all random weights: accelerate maps optimizer parameters by address, and meta tensors have none.
+    A name that ends in config.json means random weights of that shape, seeded. Every rank makes all of
+    them: accelerate maps optimizer parameters by address, and meta tensors have none.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -113,7 +114,7 @@ def load_tuned(folder: Path) -> tuple[Any, Any]:
 
     on_gpu, adapted = torch.cuda.is_available(), (folder / "adapter_config.json").is_file()
     base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path if adapted else str(folder)
-    loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32, "sdpa").to("cuda" if on_gpu else "cpu")
+    loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32).to("cuda" if on_gpu else "cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.20 still reads it
         tuned = PeftModel.from_pretrained(loaded, str(folder)) if adapted else loaded

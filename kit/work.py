@@ -52,9 +52,17 @@ def _layers(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[Work, 
     kernels = 8 * norms + linears + 15 + (8 + dropout) * len(adapted)
     kernels_back = (14 + 2 * full) * norms + (1 + full) * linears + 25 + (10 + dropout) * len(adapted)
     weights, many = 2 * s.active * tokens, s.layers * tokens
+    # PEFT makes B @ A of all experts, scales it and adds the weights, 12 bytes of each; backward takes it apart again.
+    made = 12 * s.layers * sum(x.parameters for x in adapted if x.copies > 1)
+    trained = 2 * tokens * s.layers * sum(x.inputs * x.outputs * x.used for x in adapted if x.copies > 1)
     return (
-        Work(weights + low_rank, square, many * moved, s.layers * kernels),
-        Work((1 + full) * weights + 2 * low_rank, 2.5 * square, many * moved_back, s.layers * kernels_back),
+        Work(weights + low_rank, square, many * moved + made, s.layers * kernels),
+        Work(
+            (1 + full) * weights + trained + 2 * low_rank,
+            2.5 * square,
+            many * moved_back + made,
+            s.layers * kernels_back,
+        ),
     )
 
 

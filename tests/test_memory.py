@@ -17,7 +17,7 @@ from kit.cluster import Cluster, Nodes
 from kit.errors import InputError
 from kit.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
 from kit.shape import Shape, load_shape, shape_of, shipped
-from tests.truth import compare
+from tests.truth import blind, compare
 
 SHARED = Path(os.environ.get("KIT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 PUBLISHED = SHARED / "truth" / "published.csv"
@@ -165,6 +165,17 @@ def test_no_measured_run_out_of_memory_is_called_fitting_nor_the_reverse() -> No
     assert verdicts[False] == ["does not fit"]
     assert "does not fit" not in verdicts[True]
     assert verdicts[True].count("fits") >= 0.9 * len(verdicts[True])
+
+
+def test_the_table_of_blind_forecasts_is_current() -> None:
+    assert (blind.FOLDER / "blind.md").read_text() == blind.table()
+
+
+def test_the_rows_that_were_forecast_blind_are_met_since() -> None:
+    memory, _ = blind.errors("now")
+    assert len(memory) == 20
+    assert statistics.median(map(abs, memory)) <= 0.003
+    assert sorted(map(abs, memory))[-3] <= 0.013  # but for two, which blind.md names
 
 
 def test_the_comparison_with_other_tools_is_current() -> None:

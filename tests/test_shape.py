@@ -9,6 +9,8 @@ import pytest
 from kit.errors import InputError
 from kit.recipe import Data, Model, Recipe, Tuning
 from kit.shape import load_shape, shape_of, shipped
+from kit.timing import predict
+from tests.test_memory import H100
 
 LLAMA_405B, DEEPSEEK = "meta-llama/Llama-3.1-405B-Instruct", "deepseek-ai/DeepSeek-V3"
 DISTINCT = list({id(config): name for name, config in reversed(shipped().items())}.values())[::-1]
@@ -256,3 +258,45 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, words: s
 def test_every_shipped_config_says_where_it_was_read() -> None:
     assert len(DISTINCT) >= 30
     assert all(config["_source"] for config in shipped().values())
+
+
+def test_the_attentions_of_a_model_are_those_that_transformers_has_for_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
+
+    def there(name: str) -> set[str]:
+        config = {key: value for key, value in shipped()[name].items() if not key.startswith("_")}
+        found = MODELS[type(transformers.AutoConfig.for_model(**config))]
+        has = {
+            "sdpa": "_supports_sdpa",
+            "flash_attention_2": "_supports_flash_attn",
+            "flex_attention": "_supports_flex_attn",
+        }
+        return {"eager"} | {attention for attention, flag in has.items() if getattr(found, flag)}
+
+    assert {name: set(load_shape(name).attends) for name in shipped()} == {name: there(name) for name in shipped()}
+
+
+def test_an_attention_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:
+    recipe = Recipe("test", Model("google/gemma-2-2b"), Data("none"))
+    with pytest.raises(
+        InputError, match=r"no sdpa for google/gemma-2-2b.* there is eager or flash_attention_2 or flex"
+    ):
+        predict(recipe, H100)
+    assert predict(recipe.override(**{"model.attention": "flash_attention_2"}), H100).memory.allocated_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "window"),
+    [
+        ("mistralai/Mistral-7B-v0.1", {}, 4096),
+        ("mistralai/Mistral-7B-v0.3", {}, 0),
+        ("mistralai/Mistral-7B-v0.1", {"sliding_window": None}, 0),
+        ("google/gemma-3-4b-it", {}, 1024),
+        ("Qwen/Qwen2.5-7B", {"sliding_window": 4096}, 0),
+        ("Qwen/Qwen2.5-7B", {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        ("meta-llama/Llama-3.1-8B", {}, 0),
+    ],
+)
+def test_a_sliding_window_counts_where_the_config_uses_it(name: str, change: dict[str, Any], window: int) -> None:
+    assert shape_of(shipped()[name] | change, name).window == window
