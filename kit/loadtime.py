@@ -27,7 +27,7 @@ from kit.ranks import run_ranks as run_ranks
 from kit.weights import Weights, torch_file, weights
 
 _BLOCK = 4 << 20
-_DEPTHS = (1, 2, 4, 8, 16, 32)
+_DEPTHS = (1, 4, 16, 32)
 _NOT_COLD = (
     "No cold figure for {}: {:.0%} of its pages were in memory after eviction, or the device gave too few bytes. "
     "Another process may have it mapped, it may lie in memory (tmpfs), or you may not own it; time a copy on the "
@@ -42,7 +42,8 @@ class LoadTime:
     call_s ends when the last rank's call returns, touched_s when it has read a byte of every page (on a GPU, when the
     copies are done); gb_s counts wanted bytes to touched_s, node_gb_s those of each node's ranks to the last of them.
     asked_gb went through read calls, device_gb came from the device; amplification is the larger of them over the
-    wanted bytes. of_reference is gb_s over the best rate of plain reads of the same files, measured in the same rounds.
+    wanted bytes. of_reference is gb_s over that of plain reads of the same files, at the best of the queue depths that
+    are swept in every round.
     """
 
     path: str
@@ -97,26 +98,29 @@ def time_load(
     """
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
     held = {one: _sound(one) for one in paths}
-    depths = {one: _best_depth(held[one].files, cold) for one in paths}
     cases = [
         (one, name, world) for one in paths for name in known(held[one].format, methods) for world in ranks
         if methods or world > 1 or name not in _SEVERAL
     ]  # fmt: skip
     samples: dict[tuple[Path, str, int], list[list[Row]]] = {case: [] for case in cases}
-    rates: dict[Path, list[float]] = {one: [] for one in paths}
+    rates: dict[Path, dict[int, list[float]]] = {one: {depth: [] for depth in _DEPTHS} for one in paths}
     with fresh("kit.loadtime", launcher) as run:
         for _ in range(repeats):
             for one in paths:
-                rates[one].append(_rate(held[one].files, cold, depths[one]))
+                for depth, taken in rates[one].items():
+                    taken.append(_rate(held[one].files, cold, depth))
             for one, name, world in cases:
                 rows = run(world, name, str(one.absolute()), "cold" if cold else "warm", device)
                 if cold and _label(rows, held[one].bytes) != "client-cold":
                     raise KitError(_NOT_COLD.format(one, max(row["residency"] for row in rows)))
                 samples[one, name, world].append(rows)
+    depths = {one: max(swept, key=lambda depth: statistics.median(swept[depth])) for one, swept in rates.items()}
     how = "O_DIRECT" if cold else "pread"
     return [
-        _load_time(held[case[0]], *case, device, samples[case], rates[case[0]], f"{how}, {depths[case[0]]} deep")
-        for case in cases
+        _load_time(
+            held[path], path, name, world, device, taken, rates[path][depths[path]], f"{how}, {depths[path]} deep"
+        )
+        for (path, name, world), taken in samples.items()
     ]
 
 
@@ -221,10 +225,6 @@ def mount(path: Path) -> str:
     mounts = [m for m in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(m.mountpoint)]
     deepest: Any = max(mounts, key=lambda m: len(m.mountpoint))
     return f"{deepest.device} on {deepest.mountpoint} ({deepest.fstype})"
-
-
-def _best_depth(paths: Sequence[Path], cold: bool) -> int:
-    return max(_DEPTHS, key=lambda depth: _rate(paths, cold, depth))
 
 
 def _rate(paths: Sequence[Path], cold: bool, depth: int) -> float:
