@@ -1,7 +1,7 @@
 // The live board in JupyterLab. kit/board.py sends `whole` once and then deltas; what a person does (zoom, smoothing,
 // log scale) is kept in `view`, so that it survives updates and a reload of the page, and tells the kernel what to
 // draw finer. Drag to zoom (panels with the same x axis zoom together), double-click to see everything again.
-const NS = "http://www.w3.org/2000/svg", W = 470, H = 220, LEFT = 56, RIGHT = 22, BOTTOM = 38, ROW = 15, LETTER = 6.2;
+const NS = "http://www.w3.org/2000/svg", W = 470, H = 220, LEFT = 62, RIGHT = 22, BOTTOM = 38, ROW = 15, LETTER = 6.2;
 const INK = "#0f172a", MUTED = "#64748b", GRID = "#e2e8f0", BAD = "#dc2626";
 const LATE = 8;  // seconds without an update, which comes every half a second, after which the board says so
 

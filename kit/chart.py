@@ -13,7 +13,7 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
 LIMIT, BAD, INK, MUTED, GRID = "#334155", "#dc2626", "#0f172a", "#64748b", "#e2e8f0"
 POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB; and of each at least FEW
 FEW = 24
-LEFT, RIGHT, BOTTOM, ROW, LETTER = 56, 22, 38, 15, 6.2  # pixels; LETTER is a mean width at 11 px
+LEFT, RIGHT, BOTTOM, ROW, LETTER = 62, 22, 38, 15, 6.2  # pixels; LETTER is a mean width at 11 px
 Floats = NDArray[np.float64]
 
 

@@ -23,7 +23,6 @@ from kit import pagecache
 from kit.chart import COLOURS, GRID, INK, LIMIT, fluid, frame, number, ticks
 from kit.errors import InputError, KitError
 from kit.ranks import Row, fresh, join
-from kit.ranks import run_ranks as run_ranks
 from kit.weights import Weights, torch_file, weights
 
 _BLOCK = 4 << 20
@@ -94,8 +93,10 @@ def time_load(
 
     launcher starts the ranks of other nodes too, see kit.ranks; ranks is then how many it starts.
     Client-cold means that this machine's page cache was empty; a file server or a hypervisor may still hold the bytes.
-    Raises KitError where cold was asked and cannot be proven, or where a load fails.
+    Raises KitError where cold was asked and cannot be proven, or where a load fails, InputError without a GPU a rank.
     """
+    if device == "cuda" and not launcher:
+        _need_gpus(max(ranks))
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
     held = {one: _sound(one) for one in paths}
     cases = [
@@ -122,6 +123,13 @@ def time_load(
         )
         for (path, name, world), taken in samples.items()
     ]
+
+
+def _need_gpus(ranks: int) -> None:
+    import torch
+
+    if ranks > (there := torch.cuda.device_count()):
+        raise InputError(f"Loading to cuda takes a GPU for each rank: {ranks} asked for, {there} here; or load to cpu.")
 
 
 def _sound(path: Path) -> Weights:

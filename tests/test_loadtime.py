@@ -158,7 +158,7 @@ def test_a_file_cut_off_while_it_is_mapped_is_told_as_such(model_file):
     with pytest.raises(
         KitError, match=r"0 of 1 ranks .*a mapped file was cut off, or its file system failed \(SIGBUS\)"
     ):
-        loadtime.run_ranks(("-c", code, str(model_file)))
+        ranks.run_ranks(("-c", code, str(model_file)))
 
 
 def test_a_file_system_without_mmap_is_told_as_such():
@@ -224,8 +224,8 @@ def test_a_rank_that_fails_ends_the_others_and_the_next_sample_goes_on(tmp_path)
 
 def test_a_launcher_that_starts_another_number_of_ranks_is_told_as_such():
     with pytest.raises(KitError, match="1 of 2 ranks came to an end"):
-        loadtime.run_ranks(("-c", "print('{}')"), 2, launcher=["env"])
-    assert loadtime.run_ranks(("-c", "print('{}')"), 1, launcher=["env"]) == [{}]
+        ranks.run_ranks(("-c", "print('{}')"), 2, launcher=["env"])
+    assert ranks.run_ranks(("-c", "print('{}')"), 1, launcher=["env"]) == [{}]
 
 
 def test_a_figure_is_json_and_a_sentence():
@@ -280,3 +280,10 @@ def test_an_optional_loader_brings_the_same_bytes_in_a_fresh_process(model_file,
 def test_the_module_is_light():
     code = "import sys, kit.loadtime, kit.savetime, kit.interval; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+
+
+def test_ranks_without_a_gpu_each_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    import torch
+
+    with pytest.raises(InputError, match=f"a GPU for each rank: 99 asked for, {torch.cuda.device_count()} here"):
+        loadtime.time_load(tmp_path, ranks=(1, 99), device="cuda")

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kit import loadtime, pagecache, savetime
+from kit import loadtime, pagecache, ranks, savetime
 from kit.files import write_json
 
 RANKS = (1, 2, 4, 8)
@@ -55,7 +55,7 @@ def orbax(folder: Path, repeats: int) -> dict[str, Any]:
         "wanted = sum(a.nbytes for a in tree.values()); s = time.perf_counter() - begun;"
         "print(json.dumps({'s': s, 'wanted': wanted, 'device': pagecache.device_bytes() - before, 'residency': cold}))"
     )
-    rows = [loadtime.run_ranks(("-c", code, str(folder)), 1)[0] for _ in range(repeats)]
+    rows = [ranks.run_ranks(("-c", code, str(folder)), 1)[0] for _ in range(repeats)]
     rates = [row["wanted"] / 1e9 / row["s"] for row in rows]
     return {"gb_s": statistics.median(rates), "gb_s_range": (min(rates), max(rates)), "samples": rows}
 
