@@ -163,24 +163,26 @@ class _Reader:
         self.store = store
         self.logs: dict[Path, _Log] = {}
         self.nodes: dict[Path, Lines] = {}
+        self._problem = ""
 
     @property
     def tails(self) -> list[Tail | Lines]:
         return [*(log.tail for log in self.logs.values()), *self.nodes.values()]
 
     def poll(self) -> bool:
-        self.store.problem = ""
+        self._problem = ""
         new = any(self._read(log) for log in self.logs.values())  # a segment is read to its end before the next
         for lines in self.nodes.values():
             try:
                 found = lines.poll()
             except OSError as problem:
-                self.store.problem = str(problem)
+                self._problem = str(problem)
                 continue
             lines.damaged += self.store.samples(found)
             new = new or bool(found)
         logs = [log for log in self.logs.values() if log.rows or log.tail.left] or list(self.logs.values())
         self.store.exit_code = logs[-1].exit_code if logs else None
+        self.store.problem = self._problem  # only now: others read it meanwhile
         return new
 
     def _read(self, log: _Log) -> bool:
@@ -189,7 +191,7 @@ class _Reader:
             for kind, values in log.tail.poll():
                 self._take(log, kind, values)
         except (KitError, OSError) as problem:
-            self.store.problem = str(problem)
+            self._problem = str(problem)
         return before != (log.tail.records, log.tail.damaged)
 
     def _take(self, log: _Log, kind: str, values: dict[str, Any]) -> None:

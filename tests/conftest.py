@@ -9,6 +9,7 @@ from kit.cluster import Cluster
 from kit.recipe import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
 
 

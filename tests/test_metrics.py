@@ -355,3 +355,15 @@ def test_a_series_that_was_cut_is_as_if_the_rest_had_never_been():
         series.extend(array("d", range(80_123, 81_000)), array("d", [2.0] * 877))
     assert long == short
     assert np.array_equal(long.thin(100), short.thin(100))
+
+
+def test_what_is_wrong_with_a_log_is_there_while_it_is_read_again(tmp_path):
+    (tmp_path / "run-x.wandb").write_bytes(b"something else")
+    metrics, told = Metrics(tmp_path), set()
+    metrics.poll()
+    reader = threading.Thread(target=lambda: [metrics.poll() for _ in range(20)])
+    reader.start()
+    while reader.is_alive():
+        told.add(metrics.problem)
+    assert len(told) == 1
+    assert "not as a W&B log" in told.pop()
