@@ -85,7 +85,7 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
     tokens, full, dropped = recipe.schedule.micro_batch * length, t.method == "full", t.dropout > 0
     # with a mask for sdpa, transformers repeats the keys, and sdpa makes the mask a bf16 one
     masked = s.masked(recipe) and recipe.model.attention == "sdpa"
-    scores = s.heads * length * s.scored(recipe)
+    scores = s.heads * length * s.holds_scores(recipe)
     mlp = [x for x in s.linears if "att" not in x.path]
     down = [x for x in mlp if not x.source.endswith("h")]
     gated = sum(x.outputs for x in mlp if x.source.endswith("h")) >= 2 * max(x.inputs for x in down)
@@ -101,7 +101,8 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
         kept += c * (f + h * (2 if rms else sum(x.source.endswith("h") for x in s.linears)) + normed * rms)
     else:
         # An fp32 adapter under autocast casts its input, one with dropout drops from it, each for itself; others
-        # share what they read, and what the attention puts out is there already.
+        # share what they read, and what the attention puts out is there already. Under FSDP1 that is a bound: the
+        # measured rows are of before kit.train.leave_casts_to_fsdp.
         targets = s.targeted(t.target_modules)
         casts = t.method == "lora" and recipe.parallel.strategy in ("ddp", "fsdp1") and not y.cpu
         alone = [x.inputs * (c + dropped) for x in targets]
@@ -360,5 +361,6 @@ def _fix(s: Shape, recipe: Recipe, cluster: Cluster) -> str:
 def memory(recipe: Recipe, cluster: Cluster) -> Memory:
     """Does it fit, what is its peak made of, and which single change helps most cheaply. Raises InputError."""
     s = load_shape(recipe.model.name)
+    s.check(recipe)
     found = _forecast(s, recipe, cluster)
     return found if found.verdict == "fits" else replace(found, cheapest_fix=_fix(s, recipe, cluster))

@@ -90,8 +90,8 @@ def load_tokenizer(name: str) -> Any:
 def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 0) -> Any:
     """A causal LM on the CPU, with transformers' own choice of attention unless one is named.
 
-    A name that ends in config.json means random weights of that shape, seeded. Every rank makes all of
-    them: accelerate maps optimizer parameters by address, and meta tensors have none.
+    A name that ends in config.json means random weights of that shape, seeded. Every rank makes all of them: accelerate
+    maps optimizer parameters by address, and meta tensors have none.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -60,8 +60,9 @@ class Shape:
     """What the formulas need to know of a model: `kinds` of layers and how many of each; `outer`, what is in none.
 
     layer (its parameters), linears, vectors, norms and ffn are the largest kind's. query is the mean width of a token's
-    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `attends` are the values
-    that model.attention may have; window is that of sliding attention, 0 without. `unknown` says what the formulas do
+    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `attentions` are
+    the values that model.attention may have; of a single head of keys, `single_key`, that is not repeated for the
+    queries, sdpa holds all scores; window is that of sliding attention, 0 without. `unknown` says what the formulas do
     not know, which makes every figure a bound; `notes`, what is left out.
     """
 
@@ -81,8 +82,8 @@ class Shape:
     vectors: int
     norms: int
     ffn: int
-    attends: tuple[str, ...]
-    broadcast: bool
+    attentions: tuple[str, ...]
+    single_key: bool
     window: int
     unknown: str
     notes: tuple[str, ...]
@@ -107,17 +108,20 @@ class Shape:
         """Whether attention is handed a mask: for packed rows, and for those as long as a sliding window."""
         return recipe.data.packing or 0 < self.window <= recipe.data.seq_len
 
-    def scored(self, recipe: Recipe) -> bool:
-        """Whether all scores of a layer lie in memory: sdpa has no kernel for one head of keys that is not repeated.
+    def holds_scores(self, recipe: Recipe) -> bool:
+        """Whether all attention scores of a layer lie in memory."""
+        return recipe.model.attention == "eager" or (recipe.model.attention == "sdpa" and self.single_key)
 
-        Raises InputError for an attention that transformers does not have for this model.
-        """
-        if (attention := recipe.model.attention) not in self.attends:
+    def check(self, recipe: Recipe) -> None:
+        """Raises InputError for what transformers or PEFT would refuse as the run starts, where the family is known."""
+        if self.unknown:
+            return
+        if recipe.model.attention not in self.attentions:
             raise InputError(
-                f"model.attention: transformers has no {attention} for {self.name}, and the run would end as it loads "
-                f"the model; there is {' or '.join(self.attends)}."
+                f"model.attention: transformers has no {recipe.model.attention} for {self.name}, and the run would end "
+                f"as it loads the model; there is {' or '.join(self.attentions)}."
             )
-        return attention == "eager" or (attention == "sdpa" and self.broadcast)
+        self.trainable(recipe)
 
     def targeted(self, modules: Iterable[str]) -> list[Linear]:
         """The projections of the largest layer that PEFT adapts. Raises InputError for a name that matches none."""
@@ -181,8 +185,8 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     slides = default | given  # a window that is null in the config is none
     window = (slides.get("use_sliding_window", True) and slides.get("sliding_window")) or 0
     whole = families.get(str(config.get("model_type")), {})
-    attends = str(whole.get("attends") or table.get("attends") or _ATTENTIONS).split()
-    c = default | c | {"window": window, "attends": tuple(attends)}
+    attentions = str(whole.get("attentions") or table.get("attentions") or _ATTENTIONS).split()
+    c = default | c | {"window": window, "attentions": tuple(attentions)}
     c = {"qkv_bias": c.get("attention_bias", c.get("bias", False))} | c
     if table.get("fourfold"):
         c.setdefault("intermediate_size", 4 * c.get("hidden_size", 0))
@@ -250,8 +254,8 @@ def _shape(c: dict[str, Any], name: str, table: dict[str, Any], unknown: str, no
         size["embedding"], c.get("tie_word_embeddings", table.get("tied", False)), kinds,
         outer=layer(table.get("outside", ""), table.get("outer", "h")), layer=largest.parameters,
         linears=largest.linears, vectors=largest.vectors, norms=largest.norms, ffn=largest.ffn,
-        attends=c["attends"], broadcast=table.get("broadcast", False) and size["k"] == size["d"], window=c["window"],
-        unknown=unknown, notes=notes,
+        attentions=c["attentions"], single_key=table.get("single_key", False) and size["k"] == size["d"],
+        window=c["window"], unknown=unknown, notes=notes,
     )  # fmt: skip
 
 

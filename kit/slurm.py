@@ -75,6 +75,7 @@ def _own_options(run: Run) -> list[str]:
 def check(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for a recipe that this cluster, or kit.train, cannot run."""
     from kit import jobscript, model
+    from kit.shape import load_shape
 
     if cluster.slurm.env_file:
         jobscript.private(cluster.slurm.env_file)
@@ -92,6 +93,12 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     model.check_weights(recipe.model.name, cluster.paths.hf_home)
+    try:
+        shape = load_shape(recipe.model.name)
+    except InputError:  # a config that the formulas cannot read may still train
+        pass
+    else:
+        shape.check(recipe)
     reach(cluster, parallel.nodes)
 
 

@@ -32,15 +32,15 @@ def _layers(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[Work, 
     """The layers' forward and backward on `tokens` in rows of `row` tokens.
 
     A forward costs 2 FLOPs per weight and token, and attention 4 x row x query width a layer and token, of which a
-    causal kernel does half and one that is handed a mask all. Backward costs that once for
-    the inputs and once for trained weights, attention 2.5 times (Kaplan et al. 2020; Dao 2023, 4.1). Kernels, and the
-    bytes that they read and write per token beside matmuls, are those of transformers' Llama under bf16 autocast, as
-    torch's dispatcher sees them: a norm in fp32 is eight kernels that move 36 bytes an element.
+    causal kernel does half and one that is handed a mask all. Backward costs that once for the inputs and once for
+    trained weights, attention 2.5 times (Kaplan et al. 2020; Dao 2023, 4.1). Kernels, and the bytes that they read and
+    write per token beside matmuls, are those of transformers' Llama under bf16 autocast, as torch's dispatcher sees
+    them: a norm in fp32 is eight kernels that move 36 bytes an element.
     """
     full, dropout = recipe.tuning.method == "full", recipe.tuning.dropout > 0
     adapted = [] if full else s.targeted(recipe.tuning.target_modules)
     low_rank = 0 if full else 2 * s.trainable(recipe) * tokens
-    eager = s.heads * row * s.scored(recipe)
+    eager = s.heads * row * s.holds_scores(recipe)
     square = 4 * s.layers * row * s.query * tokens * (1.0 if s.masked(recipe) and _takes_mask(recipe) else 0.5)
     normed_heads = s.vectors % s.hidden > 0  # queries and keys have a norm of their own, of a head's width
     heads, linears = s.query + s.key, len(s.linears)

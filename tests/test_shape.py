@@ -274,7 +274,7 @@ def test_the_attentions_of_a_model_are_those_that_transformers_has_for_it() -> N
         }
         return {"eager"} | {attention for attention, flag in has.items() if getattr(found, flag)}
 
-    assert {name: set(load_shape(name).attends) for name in shipped()} == {name: there(name) for name in shipped()}
+    assert {name: set(load_shape(name).attentions) for name in shipped()} == {name: there(name) for name in shipped()}
 
 
 def test_an_attention_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:

@@ -15,6 +15,7 @@ from kit import evidence, queue, slurm
 from kit.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
 from kit.run import Run
+from kit.shape import shipped
 from tests.conftest import REPOSITORY
 
 
@@ -120,11 +121,29 @@ def test_a_model_without_weights_is_refused_before_a_job_waits_for_it(recipe, lo
         ({"parallel.strategy": "fsdp1"}, "fsdp1 needs GPUs"),
         ({"parallel.sharding": "hybrid"}, "hybrid runs with fsdp1 only"),
         ({"parallel.nodes": 2}, "asks for 2 nodes x 2 GPUs; the cluster local has 1"),
+        ({"tuning.target_modules": ["q_porj"]}, "'q_porj' matches no layer .* did you mean 'q_proj'"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_made(recipe, local, tmp_path, changes, words):
     with pytest.raises(InputError, match=words):
         slurm.launch(recipe.override(**changes), local)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "words"),
+    [
+        ("google/gemma-2-2b", {}, "no sdpa for .* there is eager or flash_attention_2"),
+        ("bigscience/bloom-7b1", {"model.attention": "flash_attention_2"}, "there is eager\\."),
+        ("Qwen/Qwen3-30B-A3B", {"tuning.target_modules": ["all-linear"], "tuning.dropout": 0.1}, "dropout must be 0"),
+    ],
+)
+def test_what_transformers_or_peft_would_refuse_is_refused_before_the_launch(
+    recipe, local, tmp_path, shape, changes, words
+):
+    (tmp_path / "config.json").write_text(json.dumps(shipped()[shape]))  # random weights, made by the job
+    with pytest.raises(InputError, match=words):
+        slurm.launch(recipe.override(**{"model.name": str(tmp_path / "config.json")} | changes), local, anyway=True)
     assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
 
 
