@@ -1,4 +1,4 @@
-"""Time disk to GPU by every method: `python tests/gpu/load.py [GB] [ranks]`, results in $OUT/load.json.
+"""Time disk to GPU by every method: `python tests/gpu/load.py OUT.json [GB] [ranks]`.
 
 A model of random bf16 weights (8.6 GB) is written as DCP, safetensors and a torch file (three times GB on the disk that
 holds the temporary folder). Then every method loads it to the GPU, three times cold and twice warm, beside plain reads
@@ -8,7 +8,6 @@ Needs torch, safetensors, psutil; fastsafetensors, and runai-model-streamer with
 
 import importlib.metadata
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from kit import loadtime
@@ -54,13 +54,13 @@ def copies(pinned: bool) -> list[float]:
     return sorted(rates)
 
 
-def main(gb: float = 8.6, what: str = "gpu") -> None:
+def main(out: Path, gb: float = 8.6, what: str = "gpu") -> None:
     """All tables, the JSON written after each."""
     scratch = Path(tempfile.mkdtemp(prefix="load-"))
     packages = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer")
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     result: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(), "cpus": os.cpu_count(), "storage": loadtime.mount(scratch),
+        "card": torch.cuda.get_device_name(), "cpus": psutil.cpu_count(), "storage": loadtime.mount(scratch),
         "versions": {name: installed.get(name, "not installed") for name in packages},
         "pinned_gb_s": copies(pinned=True), "pageable_gb_s": copies(pinned=False),
     }  # fmt: skip
@@ -70,7 +70,7 @@ def main(gb: float = 8.6, what: str = "gpu") -> None:
         found = loadtime.time_load(*words, **more)
         result[name] = [t.as_dict() | {"path": Path(t.path).name} for t in found]
         print(f"{name}, {time.perf_counter() - begun:.0f} s", *found, *loadtime.separable(found), sep="\n", flush=True)
-        Path(os.environ["OUT"], f"load_{what}.json").write_text(json.dumps(result, indent=1))
+        out.write_text(json.dumps(result, indent=1))
 
     try:
         paths = make(scratch, gb)
@@ -84,4 +84,4 @@ def main(gb: float = 8.6, what: str = "gpu") -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]), *sys.argv[2:3])
+    main(Path(sys.argv[1]), *map(float, sys.argv[2:3]), *sys.argv[3:4])

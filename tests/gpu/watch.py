@@ -1,4 +1,4 @@
-"""Watch a run of a minute on real GPUs, live: `python tests/gpu/watch.py OUT TOKENIZER_FOLDER [STEPS]`.
+"""Watch a run of a minute on real GPUs, live: `python -m tests.gpu.watch OUT TOKENIZER_FOLDER [STEPS]`.
 
 A run of Llama-3.2-1B's shape trains on all GPUs here while a board follows it. Left in OUT: watch.json with the rows of
 each GPU, the longest gap between two and how late each was known; the board in mid-run and at the end; the W&B log.

@@ -1,7 +1,7 @@
 """Forecasts that were made before anybody measured, and what was measured then: h200.csv.
 
-`python tests/truth/blind.py freeze CASES.json` writes blind.json, which was committed before the cases ran and is never
-remade; `python tests/truth/blind.py table` rewrites blind.md.
+`python -m tests.truth.blind freeze CASES.json` writes blind.json, which was committed before the cases ran and is never
+remade; `python -m tests.truth.blind table` rewrites blind.md.
 """
 
 import csv
