@@ -4,13 +4,13 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Cluster": "cluster",
-    "Recipe": "recipe",
-    "Run": "run",
-    "prepare": "data",
-    "predict": "timing",
-    "launch": "slurm",
-    "watch": "board",
+    "Cluster": "config.cluster",
+    "Recipe": "config.recipe",
+    "Run": "slurm.run",
+    "prepare": "data.dataset",
+    "predict": "forecast.timing",
+    "launch": "slurm.launch",
+    "watch": "watch.board",
     "KitError": "errors",
     "InputError": "errors",
 }

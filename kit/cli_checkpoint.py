@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from kit.cluster import Cluster
 from kit.command import Commands, add, group, pairs, recipe_of, show
+from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError
 
 
@@ -65,7 +65,7 @@ def _numbers(text: str) -> list[int]:
 
 def inspect(options: argparse.Namespace) -> int:
     """`kit checkpoint inspect`: exit 1 where something is wrong."""
-    from kit.checkpoint import inspect as look
+    from kit.checkpoints.inspect import inspect as look
 
     value = look(Path(options.path), options.values).as_dict()
     show(options, value, [f"{k}: {v}" for k, v in value.items()])
@@ -74,8 +74,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def time_load(options: argparse.Namespace) -> int:
     """`kit checkpoint time`."""
-    from kit.loadtime import separable
-    from kit.loadtime import time_load as measure
+    from kit.checkpoints.timing import separable
+    from kit.checkpoints.timing import time_load as measure
 
     paths = [Path(path) for path in options.path]
     found = measure(paths, options.method, options.cold, options.repeats, options.ranks, options.device)
@@ -87,10 +87,10 @@ def time_load(options: argparse.Namespace) -> int:
 
 def time_save(options: argparse.Namespace) -> int:
     """`kit checkpoint save`."""
-    from kit.checkpoint import save_blocks
-    from kit.run import Run
-    from kit.savetime import time_save as measure
-    from kit.timing import predict
+    from kit.checkpoints.inspect import save_blocks
+    from kit.checkpoints.saving import time_save as measure
+    from kit.forecast.timing import predict
+    from kit.slurm.run import Run
 
     folder, gb, ranks, blocks = Path(options.where), options.gb or 1.0, options.ranks or [1], {}
     if not folder.is_dir() or (folder / "run.json").exists():
@@ -105,8 +105,8 @@ def time_save(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """`kit checkpoint plan`."""
-    from kit.checkpoint import plan_for, plan_for_run
-    from kit.run import Run
+    from kit.checkpoints.inspect import plan_for, plan_for_run
+    from kit.slurm.run import Run
 
     try:
         recipe = recipe_of(options)
@@ -125,8 +125,8 @@ def plan(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """`kit adapter export`."""
-    from kit.adapter import export as export_adapter
-    from kit.run import Run
+    from kit.deploy.adapter import export as export_adapter
+    from kit.slurm.run import Run
 
     here = Path(options.checkpoint)
     here = here if here.exists() else Run.attach(options.checkpoint).path
@@ -136,7 +136,7 @@ def export(options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """`kit adapter merge`."""
-    from kit.adapter import merge as merge_adapter
+    from kit.deploy.adapter import merge as merge_adapter
 
     print(merge_adapter(Path(options.adapter), options.base, Path(options.out), options.shard_gb))
     return 0
@@ -144,7 +144,7 @@ def merge(options: argparse.Namespace) -> int:
 
 def push(options: argparse.Namespace) -> int:
     """`kit adapter push`."""
-    from kit.adapter import push as push_adapter
+    from kit.deploy.adapter import push as push_adapter
 
     print(push_adapter(Path(options.adapter), options.repo))
     return 0
@@ -152,8 +152,8 @@ def push(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """`kit evaluate`: with --wait, exit 1 where the job fails."""
-    from kit import slurm
-    from kit.evaluate import launch, scores
+    from kit.deploy.evaluate import launch, scores
+    from kit.slurm import launch as slurm
 
     cluster, out = Cluster.load(options.cluster), Path(options.out)
     run = launch(Path(options.model), out, cluster, options.tasks.split(","), pairs(options.data), options.limit)

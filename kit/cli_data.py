@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from kit.cluster import Cluster
 from kit.command import Commands, add, group, recipe_of, say, show
+from kit.config.cluster import Cluster
 
 
 def register(commands: Commands) -> None:
@@ -35,11 +35,11 @@ def register(commands: Commands) -> None:
 
 def prepare(options: argparse.Namespace) -> int:
     """`kit prepare`."""
-    from kit.data import prepare as prepare_dataset
+    from kit.data.dataset import prepare as prepare_dataset
 
     recipe = recipe_of(options)
     if options.tasks:
-        from kit.batch import submit
+        from kit.slurm.prepare import submit
 
         made = submit(recipe, Cluster.load(options.cluster), Path(options.out), options.tasks, options.engine)
         show(options, {"runs": [str(run.path) for run in made]}, [f"{run.path}  job {run.job_id}" for run in made])
@@ -54,8 +54,8 @@ def prepare(options: argparse.Namespace) -> int:
 
 def data_export(options: argparse.Namespace) -> int:
     """`kit data export`."""
-    from kit.data import Dataset
-    from kit.export import to_megatron, to_parquet
+    from kit.data.dataset import Dataset
+    from kit.data.export import to_megatron, to_parquet
 
     write = to_megatron if options.format == "megatron" else to_parquet
     print(write(Dataset(Path(options.folder)), Path(options.out)))
@@ -64,8 +64,8 @@ def data_export(options: argparse.Namespace) -> int:
 
 def data_shards(options: argparse.Namespace) -> int:
     """`kit data shards`."""
-    from kit.export import to_webdataset
-    from kit.sources import open_source
+    from kit.data.export import to_webdataset
+    from kit.data.sources import open_source
 
     print(to_webdataset(open_source(options.source), Path(options.out), lang=options.lang))
     return 0
@@ -73,8 +73,8 @@ def data_shards(options: argparse.Namespace) -> int:
 
 def data_dedup(options: argparse.Namespace) -> int:
     """`kit data dedup`."""
-    from kit.dedup import deduplicate
-    from kit.sources import open_source
+    from kit.data.dedup import deduplicate
+    from kit.data.sources import open_source
 
     found = deduplicate(open_source(options.source), Path(options.out), options.lang)
     show(options, found, [f"{k}: {v:,}" for k, v in found.items()])
@@ -83,8 +83,8 @@ def data_dedup(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """`kit predict`: exit 1 where it does not fit."""
-    from kit.data import find_prepared
-    from kit.timing import predict as forecast
+    from kit.data.dataset import find_prepared
+    from kit.forecast.timing import predict as forecast
 
     recipe = recipe_of(options)
     prepared = find_prepared(recipe)
@@ -95,8 +95,8 @@ def predict(options: argparse.Namespace) -> int:
 
 def tune(options: argparse.Namespace) -> int:
     """`kit tune`: exit 1 where nothing fits."""
-    from kit.tune import table
-    from kit.tune import tune as settings_that_fit
+    from kit.forecast.tune import table
+    from kit.forecast.tune import tune as settings_that_fit
 
     found = settings_that_fit(recipe_of(options), Cluster.load(options.cluster), options.nodes)
     show(options, {"choices": [c.as_dict() for c in found]}, [table(found)])
@@ -105,8 +105,8 @@ def tune(options: argparse.Namespace) -> int:
 
 def calibrate(options: argparse.Namespace) -> int:
     """`kit calibrate`."""
-    from kit.calibrate import calibrate_run
-    from kit.run import Run
+    from kit.notebook.calibrate import calibrate_run
+    from kit.slurm.run import Run
 
     found = calibrate_run(Run.attach(options.run))
     rows = [

@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from kit.cluster import Cluster
 from kit.command import Commands, add, recipe_of, say, show
+from kit.config.cluster import Cluster
 from kit.errors import InputError
 
 
@@ -48,9 +48,9 @@ def register(commands: Commands) -> None:
 
 def check(options: argparse.Namespace) -> int:
     """`kit check`: exit 1 where the profile and the machines disagree."""
-    from kit import schema
+    from kit.check.survey import fill, start_profile, survey
+    from kit.config import schema
     from kit.files import write
-    from kit.survey import fill, start_profile, survey
 
     base = schema.find(options.cluster or "local", "clusters") if options.cluster or not options.write else None
     if options.write:
@@ -58,7 +58,7 @@ def check(options: argparse.Namespace) -> int:
     else:
         cluster = Cluster.load(options.cluster or "local")
     if options.probe:
-        from kit.probe import measure
+        from kit.check.probe import measure
 
         print(measure(cluster, Path(options.probe), say))
         return 0
@@ -72,7 +72,7 @@ def check(options: argparse.Namespace) -> int:
 
 def lint(options: argparse.Namespace) -> int:
     """`kit lint`: exit 1 when there is an error."""
-    from kit.lint import fix_file, lint_file
+    from kit.lint.lint import fix_file, lint_file
 
     cluster = Cluster.load(options.cluster) if options.cluster else None
     if options.fix:
@@ -86,12 +86,12 @@ def lint(options: argparse.Namespace) -> int:
 
 def launch(options: argparse.Namespace) -> int:
     """`kit launch`: with --wait, the exit code is the job's."""
-    from kit import slurm
-    from kit.run import Run
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     recipe, cluster = recipe_of(options), Cluster.load(options.cluster)
     if options.dry_run:
-        from kit.plan import plan
+        from kit.slurm.plan import plan
 
         planned = plan(recipe, cluster)
         show(options, dataclasses.asdict(planned), planned.lines())
@@ -111,8 +111,8 @@ def launch(options: argparse.Namespace) -> int:
 
 def runs(options: argparse.Namespace) -> int:
     """`kit runs`: newest first."""
-    from kit.run import runs as all_runs
-    from kit.slurm import state as state_of
+    from kit.slurm.launch import state as state_of
+    from kit.slurm.run import runs as all_runs
 
     found = [(run, state_of(run)) for run in all_runs()]
     rows = [{"run": str(r.path), "job_id": r.job_id, "state": s.state, "tasks": s.tasks} for r, s in found]
@@ -133,8 +133,8 @@ def _tasks(states: dict[int, str]) -> str:
 
 def state(options: argparse.Namespace) -> int:
     """`kit state`."""
-    from kit import slurm
-    from kit.run import Run
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     run = Run.attach(options.run)
     found, pending = slurm.state(run), slurm.why_pending(run)
@@ -144,8 +144,8 @@ def state(options: argparse.Namespace) -> int:
 
 def tail(options: argparse.Namespace) -> int:
     """`kit tail`: Ctrl-C ends it and leaves the run alone."""
-    from kit import slurm
-    from kit.run import Run
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     run = Run.attach(options.run)
     if options.follow:
@@ -158,8 +158,8 @@ def tail(options: argparse.Namespace) -> int:
 
 def cancel(options: argparse.Namespace) -> int:
     """`kit cancel`."""
-    from kit import slurm
-    from kit.run import Run
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     slurm.cancel(Run.attach(options.run), options.task)
     return 0
@@ -167,8 +167,8 @@ def cancel(options: argparse.Namespace) -> int:
 
 def requeue(options: argparse.Namespace) -> int:
     """`kit requeue`: from its last checkpoint."""
-    from kit import slurm
-    from kit.run import Run
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     run = Run.attach(options.run)
     slurm.requeue(run, options.task)
@@ -178,8 +178,8 @@ def requeue(options: argparse.Namespace) -> int:
 
 def watch(options: argparse.Namespace) -> int:
     """`kit watch`: the board until the run ends, or once; where no terminal is, only its status lines."""
-    from kit.board import watch as board_of
     from kit.files import write
+    from kit.watch.board import watch as board_of
 
     board = board_of(*options.run, on_alert=shlex.split(options.alert))
     if board.refused:

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kit.cluster import Cluster
 from kit.command import Commands, add, pairs, say, show
+from kit.config.cluster import Cluster
 from kit.errors import InputError
 
 
@@ -35,14 +35,14 @@ def register(commands: Commands) -> None:
 
 def demo(options: argparse.Namespace) -> int:
     """`kit demo`: all notebooks, end to end."""
-    from kit.demo import demo as run_demo
+    from kit.notebook.demo import demo as run_demo
 
     return run_demo(Path(options.out))
 
 
 def run_notebook(options: argparse.Namespace) -> int:
     """`kit run`: here, or with --cluster as a job."""
-    from kit.parameters import read_values
+    from kit.notebook.parameters import read_values
 
     given: dict[str, Any] = {}
     if options.file:
@@ -50,12 +50,12 @@ def run_notebook(options: argparse.Namespace) -> int:
     given |= pairs(options.parameters)
     notebook, out = Path(options.notebook), Path(options.out)
     if options.cluster:
-        from kit.sweep import job
+        from kit.notebook.sweep import job
 
         run = job(notebook, given, out, Cluster.load(options.cluster))
         print(f"{run.path}\njob {run.job_id}")
         return 0
-    from kit.execute import execute
+    from kit.notebook.execute import execute
 
     print(execute(notebook, out, given, say=say))
     return 0
@@ -63,11 +63,11 @@ def run_notebook(options: argparse.Namespace) -> int:
 
 def sweep(options: argparse.Namespace) -> int:
     """`kit sweep`: with --wait, exit 1 where a task did not end well."""
-    from kit import slurm
-    from kit.parameters import label, read_grid
-    from kit.run import Run
-    from kit.sweep import rerun, tasks
-    from kit.sweep import sweep as start
+    from kit.notebook.parameters import label, read_grid
+    from kit.notebook.sweep import rerun, tasks
+    from kit.notebook.sweep import sweep as start
+    from kit.slurm import launch as slurm
+    from kit.slurm.run import Run
 
     if options.rerun:
         run = Run.attach(options.rerun)
@@ -88,7 +88,7 @@ def sweep(options: argparse.Namespace) -> int:
 
 def replay(options: argparse.Namespace) -> int:
     """`kit replay`: exit 1 where the results differ."""
-    from kit.replay import replay as run_again
+    from kit.notebook.replay import replay as run_again
 
     found = run_again(Path(options.executed), Path(options.out), options.anyway)
     lines = ["the results are the same, to the bit" if found["same"] else "the results differ", *found["results"]]

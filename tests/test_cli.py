@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.cli import main
-from kit.recipe import Recipe
+from kit.config.recipe import Recipe
 from tests.conftest import REPOSITORY
 
 HEAVY = ("torch", "transformers", "wandb", "plotly", "pandas", "datasets")
@@ -88,10 +88,10 @@ def test_lint_exits_1_on_an_error_and_mends_what_is_safe(tmp_path, capsys):
 
 
 def test_the_kits_own_job_scripts_have_no_finding_that_matters(tmp_path, recipe, capsys):
-    from kit.cluster import Cluster
-    from kit.lint import lint
-    from kit.run import Run
-    from kit.sbatch import render_script
+    from kit.config.cluster import Cluster
+    from kit.lint.lint import lint
+    from kit.slurm.run import Run
+    from kit.slurm.script import render_script
 
     for cluster in ("local", "two-node-pcie", "h100-8x8"):
         profile = Cluster.load(cluster)

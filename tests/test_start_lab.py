@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kit.lint import lint_file
+from kit.lint.lint import lint_file
 from tests import conftest
 from tests.conftest import REPOSITORY
 

@@ -17,7 +17,9 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-from kit import adapter, files, pagecache
+from kit import files
+from kit.checkpoints import pagecache
+from kit.deploy import adapter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TARGETS = ["q_proj", "v_proj"]

@@ -20,16 +20,16 @@ import papermill
 from jupyter_client.manager import start_new_kernel
 from playwright.sync_api import sync_playwright
 
-from kit import panels
-from kit.metrics import Metrics
-from kit.series import Series
-from kit.standing import Standing
-from tests import test_board, test_browser
+from kit.watch import panels
+from kit.watch.metrics import Metrics
+from kit.watch.series import Series
+from kit.watch.status import Standing
 from tests.benchmarks import metrics as logs
+from tests.watch import test_board, test_browser
 
 BEAT = """
 import asyncio, time
-import kit.board
+import kit.watch.board
 late = []
 async def beat():
     while True:
@@ -96,7 +96,7 @@ def long_log(rows):
             ask(client, BEAT, "1")
             time.sleep(5)
             idle, start = late(client, "2"), time.perf_counter()
-            ask(client, f"board = kit.board.watch({folder!r}); board", "3")
+            ask(client, f"board = kit.watch.board.watch({folder!r}); board", "3")
             hear(client, drawn)
             painted = time.perf_counter() - start
             time.sleep(10)
@@ -165,7 +165,7 @@ def notebook():
         (run / "nodes").mkdir()
         for second in range(300):
             test_browser.sample(run, ["node1", "node2"], 1e9 + second)
-        cells = [nbformat.v4.new_code_cell(f"from kit.board import watch\nwatch({str(run)!r})") for _ in range(3)]
+        cells = [nbformat.v4.new_code_cell(f"from kit.watch.board import watch\nwatch({str(run)!r})") for _ in range(3)]
         made = nbformat.v4.new_notebook(cells=cells, metadata=test_board.KERNEL)
         nbformat.write(made, Path(folder, "in.ipynb"))
         papermill.execute_notebook(Path(folder, "in.ipynb"), Path(folder, "out.ipynb"), progress_bar=False)

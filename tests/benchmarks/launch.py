@@ -15,7 +15,10 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ATTACH = "import sys; from kit.run import Run; from kit.slurm import state; print(state(Run.attach(sys.argv[1])).state)"
+ATTACH = (
+    "import sys; from kit.slurm.run import Run; from kit.slurm.launch import state; "
+    "print(state(Run.attach(sys.argv[1])).state)"
+)
 
 
 def measured(seconds):
@@ -32,8 +35,8 @@ def main():
         os.environ |= {"SLURM_CONF": f"{folder}/slurm/slurm.conf", "XDG_STATE_HOME": f"{folder}/state"}
         os.environ["PYTHONPATH"] = str(REPOSITORY)
         os.chdir(folder)
-        from kit import slurm
-        from kit.cluster import Cluster
+        from kit.config.cluster import Cluster
+        from kit.slurm import launch as slurm
 
         submits, attaches = [], []
         try:

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kit.metrics import Metrics
-from kit.series import Series
-from kit.wandb_log import BLOCK, Tail
+from kit.watch.metrics import Metrics
+from kit.watch.series import Series
+from kit.watch.wandb_log import BLOCK, Tail
 
 METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "step_s", "epoch", "mfu")
 LOGGER = """
@@ -67,7 +67,7 @@ def records(count):
 
 
 def write(path, payloads):
-    """In LevelDB's framing, see kit.wandb_log."""
+    """In LevelDB's framing, see kit.watch.wandb_log."""
     with path.open("wb") as stream:
         at = stream.write(b":W&B\xe1\xbe\x00")
         for payload in payloads:

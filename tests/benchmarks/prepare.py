@@ -20,10 +20,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 import numpy as np  # noqa: E402
 
-from kit.data import prepare  # noqa: E402
-from kit.pack import lower_bound, pack  # noqa: E402
-from kit.recipe import Recipe  # noqa: E402
-from kit.sources import open_source  # noqa: E402
+from kit.config.recipe import Recipe  # noqa: E402
+from kit.data.dataset import prepare  # noqa: E402
+from kit.data.pack import lower_bound, pack  # noqa: E402
+from kit.data.sources import open_source  # noqa: E402
 
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
 TREES = SHARED / "data" / "oasst_en_100_trees.jsonl"

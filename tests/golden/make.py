@@ -11,7 +11,7 @@ from typing import Any
 
 import nbformat
 
-from kit.execute import execute
+from kit.notebook.execute import execute
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE.parents[1] / "notebooks"

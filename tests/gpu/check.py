@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from kit import slurm
-from kit.adapter import export
-from kit.checkpoint import inspect
-from kit.cluster import Cluster
-from kit.compare import result
+from kit.checkpoints.inspect import inspect
+from kit.config.cluster import Cluster
+from kit.config.models import load_model
+from kit.config.recipe import Recipe
+from kit.deploy.adapter import export
 from kit.files import REPOSITORY, write_json
-from kit.metrics import Metrics
-from kit.model import load_model
-from kit.recipe import Recipe
-from kit.timing import predict
+from kit.forecast.timing import predict
+from kit.notebook.compare import result
+from kit.slurm import launch as slurm
+from kit.watch.metrics import Metrics
 
 CASES = {
     "1b-lora-fsdp2": {},

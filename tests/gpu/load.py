@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from kit import loadtime
+from kit.checkpoints import timing as loadtime
 
 
 def make(folder: Path, gb: float) -> dict[str, Path]:

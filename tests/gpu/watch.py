@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from kit import slurm, watch
-from kit.board import Board
+from kit import watch
+from kit.config.recipe import Recipe
 from kit.files import write, write_json
-from kit.recipe import Recipe
-from kit.wandb_log import Tail, find_logs
+from kit.slurm import launch as slurm
+from kit.watch.board import Board
+from kit.watch.wandb_log import Tail, find_logs
 from tests.gpu.check import cluster_here, model_folder
 
 

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kit import probe
-from kit.cluster import Cluster, Link, Links, Nodes
+from kit.check import probe
+from kit.config.cluster import Cluster, Link, Links, Nodes
 from kit.errors import InputError
 from kit.files import read_json, write, write_json
-from kit.timing import predict
+from kit.forecast.timing import predict
 from tests.truth.measure import described, recipe_of
 
 FOLDER = Path(__file__).resolve().parent
@@ -110,7 +110,7 @@ NOTES = """\
 What the misses taught:
 - Gemma-2 failed as it was loaded: transformers has no sdpa for it. Such an attention is refused before the launch now.
 - Mistral-Nemo under FSDP1 failed in its first backward: PEFT's casts beside FSDP1's, with dropout. kit.train leaves the
-  casts to FSDP1 now, as tests/test_train.py shows on two CPU ranks; this was not run on GPUs again.
+  casts to FSDP1 now, as tests/train shows on two CPU ranks; this was not run on GPUs again.
 - Falcon-7B has one head of keys, for which sdpa has no kernel that does not hold all scores.
 - DeepSeek's experts were adapted: PEFT adds the product of their adapters to all of them.
 - StarCoder2's LayerNorms are fp32 under autocast, and each projection casts what it reads for itself.

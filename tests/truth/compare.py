@@ -9,10 +9,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from kit.cluster import Cluster, Nodes
-from kit.memory import GIB, Memory, memory
-from kit.recipe import Recipe
-from kit.shape import load_shape, shipped
+from kit.config.cluster import Cluster, Nodes
+from kit.config.recipe import Recipe
+from kit.forecast.memory import GIB, Memory, memory
+from kit.forecast.shape import load_shape, shipped
 
 FOLDER = Path(__file__).resolve().parent
 H100 = Cluster("h100", Nodes(count=1, gpus=8, gpu="H100", gpu_memory_gib=79.2, cpus=64, ram_gib=1000.0))

@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-from kit.cluster import Cluster
+from kit.config.cluster import Cluster
+from kit.config.recipe import Recipe
 from kit.files import REPOSITORY
-from kit.recipe import Recipe
 
 STEPS, WARM_UP, LIMIT_S = 4, 2, 150
 WRITING = threading.Lock()
@@ -81,7 +81,7 @@ def described(case: dict[str, Any]) -> dict[str, Any]:
 
 def set_environment(recipe: Recipe, folder: Path) -> None:
     """What `accelerate launch` would export for this recipe."""
-    from kit.sbatch import render_accelerate
+    from kit.slurm.script import render_accelerate
 
     for key in [k for k in os.environ if k.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[key]
@@ -154,7 +154,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-    from kit import train
+    from kit.train import trainer as train
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()

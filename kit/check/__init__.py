@@ -1,0 +1,1 @@
+"""Survey the machines of a cluster and measure their links."""

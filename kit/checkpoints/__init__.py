@@ -1,0 +1,1 @@
+"""Inspect checkpoints, time loading and saving, and plan how often to save."""

@@ -1,0 +1,1 @@
+"""What people write: recipes, cluster profiles, and where models are found."""

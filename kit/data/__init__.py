@@ -1,0 +1,1 @@
+"""Prepare, export and inspect training data: conversations to packed rows."""

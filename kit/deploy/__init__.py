@@ -1,0 +1,1 @@
+"""Export, merge, push and evaluate what a run has trained."""

@@ -1,0 +1,1 @@
+"""Forecast memory, time and storage from the shape of a model."""

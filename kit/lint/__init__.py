@@ -1,0 +1,1 @@
+"""Check sbatch scripts for faults."""

@@ -1,0 +1,1 @@
+"""Execute, sweep, replay and compare notebooks and runs."""

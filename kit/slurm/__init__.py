@@ -1,0 +1,1 @@
+"""Launch runs with Slurm or on this machine, and determine how they end."""

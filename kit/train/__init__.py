@@ -1,0 +1,1 @@
+"""The job's side: `python -m kit.train RUN` on every rank."""

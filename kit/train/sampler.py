@@ -1,0 +1,215 @@
+"""Node sampler: one JSON line a second to nodes/<host>.jsonl, and what is needed to read them.
+
+Runs beside the training: `python -m kit.train.sampler RUN`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+
+GB, GIB = 1e9, 1 << 30
+SLICE = 1 << 18  # bytes a poll, some 3 ms of work; a line has 1.5 kB on a node of eight GPUs
+Place = tuple[str, int | str, str]  # (host, GPU index, MIG UUID or "cpu", "util", "mem_gib", "power_w", "temp_c", ...)
+
+
+def own_gpus(environment: dict[str, str]) -> list[Any]:
+    """NVML handles of this job's GPUs: those that CUDA_VISIBLE_DEVICES lists, else SLURM_JOB_GPUS, else all.
+
+    Where Slurm hides other jobs' GPUs, NVML counts from 0 while SLURM_JOB_GPUS keeps the node's own numbers; then as
+    many are visible as are listed, and all of them are ours.
+    """
+    everything = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    listed = environment.get("CUDA_VISIBLE_DEVICES", environment.get("SLURM_JOB_GPUS"))
+    if listed is None:
+        return everything
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if all(name.isdigit() for name in names):
+        own = [everything[int(name)] for name in names if int(name) < len(everything)]
+        return everything if len(names) == len(everything) else own
+    uuids = {pynvml.nvmlDeviceGetUUID(gpu): gpu for gpu in everything}  # CUDA takes the beginning of a UUID, too
+    own = [gpu for name in names for uuid, gpu in uuids.items() if uuid.startswith(name)]
+    return own + [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names if name.startswith("MIG-")]
+
+
+def _reading(read: Callable[[], Any]) -> Any:
+    """What it reads, or None: MIG instances have no utilisation, containers no disks, and drivers fail now and then."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def gpu_sample(gpu: Any) -> dict[str, Any]:
+    """Utilisation in %, memory in GiB, power in W, temperature in degrees C; None for what this GPU does not tell."""
+    memory = _reading(lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu))
+    milliwatts = _reading(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu))
+    return {
+        "index": _reading(lambda: pynvml.nvmlDeviceGetIndex(gpu)),
+        "uuid": _reading(lambda: pynvml.nvmlDeviceGetUUID(gpu)),
+        "util": _reading(lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "mem_gib": memory and round(memory.used / GIB, 3),
+        "mem_total_gib": memory and round(memory.total / GIB, 3),
+        "power_w": milliwatts and round(milliwatts / 1000, 1),
+        "temp_c": _reading(lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+    }
+
+
+def _traffic() -> dict[str, int]:
+    """Bytes since boot, without loopback, and without bonds and bridges, which count twice. RDMA passes unseen."""
+    nics = psutil.net_io_counters(pernic=True)
+    own = [nics[name] for name in nics if name != "lo" and not any(Path("/sys/class/net", name).glob("lower_*"))]
+    return {"in": sum(nic.bytes_recv for nic in own), "out": sum(nic.bytes_sent for nic in own)}
+
+
+def _disk() -> dict[str, int]:
+    counters = psutil.disk_io_counters()
+    return {"read": counters.read_bytes, "write": counters.write_bytes}
+
+
+class Sampler:
+    """Readings of one node. CPU load and rates are means since the reading before it."""
+
+    def __init__(self, host: str, environment: dict[str, str]) -> None:
+        self.host = host
+        _reading(pynvml.nvmlInit)
+        self.gpus = _reading(lambda: own_gpus(environment)) or []
+        self.before = (time.monotonic(), _reading(_traffic), _reading(_disk))
+        psutil.cpu_percent()
+
+    def sample(self) -> dict[str, Any]:
+        """CPU in %, RAM in GiB, network and disk in GB/s, and a `gpu_sample` each; None for what could not be read."""
+        now = (time.monotonic(), _reading(_traffic), _reading(_disk))
+        (start, traffic, disk), self.before = self.before, now
+        return {
+            "t": round(time.time(), 3),
+            "host": self.host,
+            "cpu": _reading(psutil.cpu_percent),
+            "ram_gib": _reading(lambda: round(psutil.virtual_memory().used / GIB, 3)),
+            "net_gb_s": _rates(traffic, now[1], now[0] - start),
+            "disk_gb_s": _rates(disk, now[2], now[0] - start),
+            "gpus": [gpu_sample(gpu) for gpu in self.gpus],
+        }
+
+
+def _rates(before: dict[str, int] | None, now: dict[str, int] | None, seconds: float) -> dict[str, float] | None:
+    return {key: round((now[key] - before[key]) / GB / seconds, 6) for key in now} if now and before else None
+
+
+def readings(line: dict[str, Any]) -> dict[Place, float]:
+    """What a line tells. Raises LookupError, TypeError, ValueError or AttributeError if it is no line of a sampler."""
+    host = line["host"]
+    told = {(host, "cpu", "util"): line["cpu"], (host, "cpu", "mem_gib"): line["ram_gib"]}
+    for part in ("net_gb_s", "disk_gb_s"):
+        told |= {(host, "cpu", f"{part}_{way}"): rate for way, rate in (line[part] or {}).items()}
+    for gpu in line["gpus"]:
+        whole = gpu["index"] is not None and not gpu["uuid"].startswith("MIG-")  # instances of every GPU count from 0
+        place = gpu["index"] if whole else gpu["uuid"]
+        told |= {(host, place, name): gpu[name] for name in gpu if name not in ("index", "uuid")}
+    return {key: float(value) for key, value in told.items() if value is not None}
+
+
+# Of what wandb samples itself, by the first and last part of the name: what it is here, and its unit. A total counts
+# from the start (wandb's core/internal/monitor: cpu.go, memory.go, network.go, disk.go; gpu.N.* come from its sidecar).
+_LEVELS = {
+    ("cpu", "cpu"): ("util", 1.0),
+    ("proc", "rssMB"): ("mem_gib", 1 / 1024),
+    ("gpu", "gpu"): ("util", 1.0),
+    ("gpu", "memoryAllocatedBytes"): ("mem_gib", 1 / GIB),
+    ("gpu", "powerWatts"): ("power_w", 1.0),
+    ("gpu", "temp"): ("temp_c", 1.0),
+}
+_TOTALS = {
+    ("network", "recv"): ("net_gb_s_in", 1 / GB),
+    ("network", "sent"): ("net_gb_s_out", 1 / GB),
+    ("disk", "in"): ("disk_gb_s_read", (1 << 20) / GB),
+    ("disk", "out"): ("disk_gb_s_write", (1 << 20) / GB),
+}
+
+
+def statistics(host: str, told: dict[str, float]) -> tuple[dict[Place, float], dict[Place, float]]:
+    """wandb's own sample as (readings, totals in GB); a node that carries a label stands under it."""
+    levels, totals = dict[Place, float](), dict[Place, float]()
+    for full, value in told.items():
+        name, _, label = full.partition("/l:")
+        parts = name.split(".")
+        ends, node = (parts[0], parts[-1]), label or host
+        index = int(parts[1]) if parts[0] == "gpu" and parts[1].isdigit() else "cpu"  # gpu.process.N repeats it
+        if ends in _TOTALS:
+            key = (node, "cpu", _TOTALS[ends][0])
+            totals[key] = totals.get(key, 0.0) + value * _TOTALS[ends][1]
+        elif ends in _LEVELS and (parts[0] == "gpu") == (index != "cpu"):
+            levels[node, index, _LEVELS[ends][0]] = value * _LEVELS[ends][1]
+    return levels, totals
+
+
+class Lines:
+    """Reads the JSON lines appended to a file since the last poll, from the first one behind the byte `start` on."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self.path = path
+        self.damaged = 0
+        self.left = path.stat().st_size  # bytes not read, at the last look
+        self._offset = max(0, start)
+        self._torn = start > 0
+
+    def poll(self) -> list[Any]:
+        """The next whole lines; one that is still being written is waited for, one that is no JSON is damaged."""
+        with self.path.open("rb") as stream:
+            self.left = stream.seek(0, os.SEEK_END) - self._offset
+            stream.seek(self._offset)
+            data = stream.read(SLICE)
+        end = data.rfind(b"\n") + 1
+        lines = data[:end].splitlines()[self._torn :]
+        self._torn = self._torn and not end
+        self._offset += end
+        self.left -= end
+        try:
+            return list(json.loads(b"[%b]" % b",".join(lines)))
+        except ValueError:
+            return [found for line in lines for found in self._parse(line)]
+
+    def _parse(self, line: bytes) -> list[Any]:
+        try:
+            return [json.loads(line)]
+        except ValueError:
+            self.damaged += 1
+            return []
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Samples until the parent process is gone or SIGTERM or SIGINT arrives."""
+    parser = argparse.ArgumentParser(prog="python -m kit.train.sampler")
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between samples (default 1)")
+    asked = parser.parse_args(argv)
+    if not asked.run.is_dir():
+        parser.error(f"{asked.run} is no folder")
+    parent, stop = os.getppid(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    path = asked.run / "nodes" / f"{host}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    sampler = Sampler(host, dict(os.environ))
+    while not stop.wait(asked.every) and os.getppid() == parent:
+        try:
+            # Opened for each line: NFS sends a writer's pages to the server when the file is closed, not before.
+            with path.open("a") as stream:
+                stream.write(json.dumps(sampler.sample()) + "\n")
+        except OSError as error:
+            print(f"kit.train.sampler: {path} was not written ({error}).", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

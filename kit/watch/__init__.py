@@ -1,0 +1,1 @@
+"""Read metrics and show runs while they train."""

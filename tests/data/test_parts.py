@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.config.models import load_tokenizer
+from kit.config.recipe import Recipe
+from kit.data.conversations import Conversation
+from kit.data.encode import Encoder
+from kit.data.parts import Ledger, _fitted
+
+TURN = st.tuples(*[st.integers(1, 40).map(lambda n: "word " * n)] * 2)
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2):
+    return Encoder(load_tokenizer(str(smollm2)))
+
+
+@given(
+    st.lists(TURN, min_size=1, max_size=6), st.booleans(), st.sampled_from(["truncate", "split", "drop"]),
+    st.integers(48, 160),
+)  # fmt: skip
+@settings(deadline=None)
+def test_every_token_of_any_conversation_is_kept_or_dropped_for_a_reason(smol, turns, system, overlong, size):
+    messages = [{"role": "system", "content": "Be brief."}] * system
+    for asked, replied in turns:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]
+    recipe = Recipe.load("demo", **{"data.overlong": overlong, "data.seq_len": size})
+    found, ledger = Conversation("c", "c", tuple(messages)), Ledger()
+    whole = smol([messages])[0]
+    kept = list(_fitted(found, whole, smol, recipe, ledger))
+    ledger.kept_tokens = sum(len(document.ids) for document in kept)
+    ledger.check()
+    assert ledger.read_tokens == len(whole.ids) + ledger.repeated_tokens
+    begin = whole.ids[:3].tolist()  # <|im_start|>system and what follows
+    for document in kept:
+        assert len(document.ids) <= size and document.ids[:3].tolist() == begin
+        assert document.counts[1:].any()
+        assert document.ids[np.flatnonzero(document.counts)[-1]] == 2  # <|im_end|>
+    if overlong == "split" and not ledger.dropped:
+        assert sum(int(d.counts.sum()) for d in kept) == int(whole.counts.sum())  # no reply is lost or trained twice

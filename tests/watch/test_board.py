@@ -1,0 +1,363 @@
+"""The board: what it says, what it draws, and how it behaves in a real kernel."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nbformat
+import numpy as np
+import papermill
+import pytest
+import wandb
+from jupyter_client.manager import start_new_kernel
+
+from kit import files
+from kit.chart import Chart, Line, number, smoothed, thin, ticks
+from kit.cli import main
+from kit.config.recipe import Recipe
+from kit.errors import InputError
+from kit.slurm.run import Run
+from kit.watch.board import watch
+from kit.watch.panels import delta, plain
+from tests.conftest import until
+from tests.watch.test_online import KEY
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+WRITER = """
+import sys, time, wandb
+run = wandb.init(project="p", id="live", mode="offline", dir=sys.argv[1])
+for step in range(1, 31):
+    run.log({"train/loss": 3 / step, "train/learning_rate": 1e-4, "train/global_step": step})
+    time.sleep(0.1)
+run.finish()
+"""
+
+
+def log(folder, rows, exit_code=0):
+    (folder / "wandb").mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(silent=True, x_disable_stats=True)
+    run = wandb.init(project="p", id="abc", mode="offline", dir=str(folder / "wandb"), settings=settings)
+    for row in rows:
+        run.log(row)
+    run.finish(exit_code=exit_code)
+    wandb.teardown()  # finish() may return before the log is on disk
+
+
+def line(host, t, gpus, **changed):
+    """What kit.train.sampler writes in a second; `changed` are readings of GPU 5."""
+    gpu = {"util": 98.0, "mem_gib": 60.5, "mem_total_gib": 80.0, "power_w": 520.0, "temp_c": 60}
+    told = [gpu | (changed if i == 5 else {}) | {"index": i, "uuid": f"GPU-{host}-{i}"} for i in range(gpus)]
+    traffic = {"net_gb_s": {"in": 3.1, "out": 2.9}, "disk_gb_s": None}
+    return json.dumps({"t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "gpus": told} | traffic)
+
+
+def sample(folder, host, t, gpus):
+    (folder / "nodes").mkdir(exist_ok=True)
+    with (folder / "nodes" / f"{host}.jsonl").open("a") as stream:
+        stream.write(line(host, t, gpus) + "\n")
+
+
+def steps(first, last):
+    rest = {"train/grad_norm": 0.5, "train/tokens_per_s": 9000.0}
+    return [{"train/loss": 3.0 / i, "train/global_step": i, **rest} for i in range(first, last)]
+
+
+def texts(svg):
+    return [node.text or "" for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture
+def writer_env():
+    return os.environ | {"WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1"}
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (3, "failed (exit code 3)")])
+def test_the_end_of_a_plain_wandb_run_is_known_by_its_exit_record(tmp_path, code, state):
+    log(tmp_path, steps(1, 6), exit_code=code)
+    status = watch(tmp_path).status()
+    assert status.startswith(f"{state} · step 5 · newest row ")
+    assert "0 damaged records" in status
+    assert status.endswith("run-abc.wandb")
+
+
+def test_a_log_without_an_end_is_running_until_nothing_was_written_for_ten_minutes(tmp_path):
+    log(tmp_path, steps(1, 6))
+    (path,) = tmp_path.rglob("run-abc.wandb")
+    path.write_bytes(path.read_bytes()[:-40])  # cuts the exit record off
+    assert watch(tmp_path).status().startswith("running · step 5")
+    long_ago = time.time() - 11 * 60
+    os.utime(path, (long_ago, long_ago))
+    assert watch(tmp_path).status().startswith("stale (nothing was written for 11 min)")
+
+
+def test_progress_and_time_left_are_what_the_job_told(tmp_path):
+    log(tmp_path, steps(1, 4))
+    (path,) = tmp_path.rglob("run-abc.wandb")
+    path.write_bytes(path.read_bytes()[:-40])
+    told = tmp_path / "state" / "progress.json"
+    told.parent.mkdir()
+    files.write_json(told, {"step": 5, "max_steps": 1000, "eta_s": 1800.0})
+    assert "step 5 of 1,000" in watch(tmp_path).status()
+    assert "about 30 min left" in watch(tmp_path).status()
+    ten_minutes_ago = time.time() - 600
+    os.utime(told, (ten_minutes_ago, ten_minutes_ago))
+    assert "about 20 min left" in watch(tmp_path).status()
+
+
+def test_a_silent_node_is_named(tmp_path):
+    log(tmp_path, steps(1, 3))
+    (path,) = tmp_path.rglob("run-abc.wandb")
+    path.write_bytes(path.read_bytes()[:-40])
+    sample(tmp_path, "node1", time.time(), gpus=8)
+    sample(tmp_path, "node2", time.time() - 40, gpus=8)
+    assert "1 of 2 nodes reporting (node2 silent for 40 s)" in watch(tmp_path).status()
+
+
+def test_a_run_that_expects_more_nodes_than_report_says_so(tmp_path, local):
+    local = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "runs")))
+    run = Run.create(Recipe.load("demo", **{"parallel.nodes": 2}), local, tmp_path, "digest")
+    run.note(job_id="local-1")
+    files.write_json(run.path / "state" / "exit.0.json", {"time": time.time(), "job_id": "local-1", "exit_code": 0})
+    files.write_json(run.path / "state" / "local.json", {"pid": os.getpid(), "created": 0.0})  # a runner that is gone
+    assert "0 of 2 nodes reported" in watch(run).status()
+    sample(run.path, "node1", time.time(), gpus=1)
+    for ref in (run, run.path, "local-1"):
+        assert watch(ref).status().startswith("completed · step 0 of 24 · no row yet · 1 of 2 nodes reported · ")
+    assert watch(run).wait(30) == "COMPLETED"
+
+
+def test_a_file_that_is_no_log_is_a_sentence_on_the_board(tmp_path):
+    (tmp_path / "run-x.wandb").write_bytes(b"something else")
+    board = watch(tmp_path)
+    assert "run-x.wandb starts with b'somethi', not as a W&B log" in board.status()
+    assert "nothing logged yet" in board.svg()
+
+
+@pytest.mark.parametrize("ref", ["nowhere", "123456", "."])
+def test_what_is_no_run_is_a_sentence_on_the_board(ref):
+    board = watch(ref)
+    assert "run.json" in board.refused
+    assert board.status() == board.refused
+    with pytest.raises(InputError, match=r"run\.json"):
+        board.wait(10)
+    ElementTree.fromstring(board.svg())
+
+
+def test_the_command_refuses_what_is_no_run_and_prints_and_writes_the_board_of_one(tmp_path, capsys):
+    assert main(["watch", "nowhere", "--once"]) == 2
+    assert "No run 'nowhere'" in capsys.readouterr().err
+    log(tmp_path / "run", steps(1, 6))
+    assert main(["watch", str(tmp_path / "run"), "--html", "board.html"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("finished · step 5 · ")
+    assert "█▃▂▁▁" in out
+    assert "<svg" in Path("board.html").read_text()
+
+
+def test_an_empty_file_is_waited_for_and_a_newer_format_is_a_sentence(tmp_path):
+    path = tmp_path / "run-x.wandb"
+    path.write_bytes(b"")
+    assert watch(path).status().startswith("running · no row yet")
+    path.write_bytes(b":W&B\xe1\xbe\x07" + bytes(40))
+    assert "is a W&B log of version 7; only version 0 is known here." in watch(path).status()
+
+
+def test_other_names_are_drawn_and_unknown_ones_offered(tmp_path):
+    log(tmp_path, [row | {"train/entropy": 1.5} for row in steps(1, 6)])
+    board = watch(tmp_path, also=["train/entropy", "train/los"])
+    assert "train/entropy" in texts(board.svg())
+    assert "No metric 'train/los'. Did you mean 'train/loss'? Logged so far:" in board.text()
+
+
+def test_runs_are_overlaid_each_with_its_status(tmp_path):
+    for name, first in (("one", 1), ("two", 3)):
+        log(tmp_path / name, steps(first, 9))
+    board = watch(tmp_path / "one", tmp_path / "two")
+    assert [line.startswith("finished · step 8") for line in board.status().splitlines()] == [True, True]
+    loss = next(chart for chart in board.charts() if chart.title == "Loss")
+    assert [(line.name, line.x[0]) for line in loss.lines] == [("one train", 1), ("two train", 3)]
+    assert {"one", "two", "one train 0.375", "two train 0.375"} <= set(texts(board.svg()))
+
+
+def test_a_log_axis_has_powers_of_ten_and_smoothing_keeps_what_was_logged(tmp_path):
+    log(tmp_path, [{"train/loss": 10.0**-i, "train/global_step": i} for i in range(4)])
+    svg = watch(tmp_path, log=["Loss"], smooth=0.9).svg()
+    assert {"0.01", "0.1", "1"} <= set(texts(svg))
+    assert 'stroke-opacity="0.25"' in svg
+    assert np.allclose(smoothed(np.array([3.0, math.nan, 3.0]), 0.9)[[0, 2]], 3)
+
+
+def test_what_is_zoomed_into_is_drawn_finer(tmp_path):
+    log(tmp_path, [{"train/loss": math.sin(i), "train/global_step": i} for i in range(3000)])
+    board = watch(tmp_path)
+    board.view.zoom = {"optimizer step": [1000, 1100]}
+    (line,) = board.charts()[0].lines
+    assert sum(1000 <= x <= 1100 for x in line.x) == 101
+    assert len(line.x) < 1000
+
+
+def test_an_update_holds_what_is_new(tmp_path):
+    log(tmp_path, steps(1, 200))
+    before = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    log(tmp_path, steps(200, 210))
+    now = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    told = delta(before, now)
+    (line,) = told["panels"][0]["lines"]
+    assert (line["keep"], len(line["x"])) == (199, 10)
+    (known,) = before["panels"][0]["lines"]
+    assert known["x"][: line["keep"]] + line["x"] == now["panels"][0]["lines"][0]["x"]
+
+
+def test_a_run_is_synced_while_the_kernel_goes_on(server, tmp_path):
+    log(tmp_path, steps(1, 6))
+    board, start = watch(tmp_path), time.monotonic()
+    board.sync()
+    assert time.monotonic() - start < 0.1
+    until(lambda: board.status().endswith(" · sync: done"))
+    assert server.runs["abc"]["state"] == "finished"
+
+
+def test_a_sync_that_takes_too_long_is_stopped_and_says_so(server, tmp_path):
+    log(tmp_path, steps(1, 6))
+    server.fault = lambda operation: time.sleep(30)
+    board = watch(tmp_path)
+    board.sync(timeout=3)
+    until(lambda: "wandb sync did not end within 3 s and was stopped" in board.text())
+
+
+def test_the_board_of_a_run_on_a_server_says_when_nobody_answers(monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    board = watch("ent/p/live")
+    assert "W&B" in board.status()
+    assert "from W&B ent/p/live" in board.status()
+    board.finish()
+
+
+def test_the_picture_shows_every_gpu_and_marks_what_is_not_finite(tmp_path):
+    bad = [{"train/loss": value, "train/global_step": 10 + i} for i, value in enumerate([math.nan, math.inf])]
+    log(tmp_path, [*steps(1, 10), *bad, *steps(12, 20)])
+    for t in range(3):
+        for host in ("node1", "node2"):
+            sample(tmp_path, host, time.time() + t, gpus=8)
+    svg = watch(tmp_path).svg()
+    shown = texts(svg)
+    assert {"NaN or infinite: 2", "node1 98 (mean of 8)", "node2 98 (mean of 8)", "capacity 80"} <= set(shown)
+    assert {"optimizer step", "minutes since the first sample", "GiB", "%", "tokens/s"} <= set(shown)
+    panels = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}svg")
+    load = next(panel for panel in panels if panel.get("aria-label") == "GPU utilisation")
+    lines = [path for path in load.iter("{http://www.w3.org/2000/svg}path") if path.get("stroke-opacity")]
+    assert len([line for line in lines if line.get("fill") == "none"]) == 16
+    assert len(svg) < 100_000
+
+
+def test_64_gpus_and_long_runs_stay_below_100_kb(tmp_path):
+    log(tmp_path, steps(1, 3000))
+    for t in range(300):
+        for host in range(8):
+            sample(tmp_path, f"node{host}", 1e9 + t, gpus=8)
+    board = watch(tmp_path)
+    assert len(board.svg()) < 100_000
+    assert len(json.dumps([plain(chart) for chart in board.charts()])) < 100_000
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    log(tmp_path, steps(1, 6))
+    page = watch(tmp_path).html()
+    assert page.startswith("<!doctype html>")
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_executed_notebook_holds_one_small_picture_and_no_widget(tmp_path, writer_env):
+    run = tmp_path / "run"
+    (run / "wandb").mkdir(parents=True)
+    cells = ["from kit.watch.board import watch\nboard = watch('run')\nboard", "board.wait(60)", "1 + 1"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL)
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(run / "wandb")], env=writer_env)
+    papermill.execute_notebook(tmp_path / "in.ipynb", tmp_path / "out.ipynb", progress_bar=False, cwd=tmp_path)
+    assert writer.wait() == 0
+    done = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    (picture,) = done.cells[0].outputs
+    (state,) = done.cells[1].outputs
+    assert picture.data.keys() == {"image/svg+xml", "text/plain"}
+    assert len(picture.data["image/svg+xml"]) < 100_000
+    assert picture.data["text/plain"].startswith("finished · step 30 · ")
+    assert "train 0.1" in texts(picture.data["image/svg+xml"])  # the loss of the last row
+    assert state.data["text/plain"] == "'FINISHED'"
+    assert "widgets" not in done.metadata
+
+
+def shown(client, code, cell, everyone=False):
+    """What a cell displays, or everyone; asked for as JupyterLab does, which names the cell, or as papermill does."""
+    content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": True}
+    request = client.session.msg("execute_request", content, metadata={"cellId": cell} if cell else {})
+    client.shell_channel.send(request)
+    out = []
+    while True:
+        message = client.get_iopub_msg(timeout=60)
+        own = message["parent_header"].get("msg_id") == request["header"]["msg_id"]
+        if not own and not everyone:
+            continue
+        assert message["msg_type"] != "error", message["content"]
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            out.append((message["msg_type"], message["content"]))
+        if own and message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            return out
+
+
+def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_path):
+    log(tmp_path, steps(1, 6))
+    (path,) = tmp_path.rglob("run-abc.wandb")
+    path.write_bytes(path.read_bytes()[:-40])  # still running
+    view = "application/vnd.jupyter.widget-view+json"
+    manager, client = start_new_kernel()
+    try:
+        shown(client, f"from kit.watch.board import watch; board = watch({str(tmp_path)!r})", None)
+        ((_, alone),) = shown(client, "board", None)
+        assert view not in alone["data"]
+        (_, picture), (_, live), *_ = shown(client, "board", "cell-1")
+        assert "image/svg+xml" in picture["data"]
+        said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
+        (made,) = [content for kind, content in said if view in content["data"]]
+        assert made["transient"] == live["transient"]
+        last = shown(client, "board.finish()", "cell-3", everyone=True)
+        emptied = [content["transient"] for _, content in last if content["data"] == {"text/plain": ""}]
+        assert live["transient"] in emptied
+        assert [kind for kind, content in last][-1] == "display_data"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_thinning_keeps_every_extreme_and_gaps():
+    x, y = np.arange(100_000), np.zeros(100_000)
+    y[12_345], y[77_777], y[50_000] = 9.0, -9.0, math.nan
+    thin_x, thin_y = thin(x, y, 300)
+    assert len(thin_x) < 330
+    assert (12_345, 9.0) in set(zip(thin_x, thin_y, strict=True))
+    assert (77_777, -9.0) in set(zip(thin_x, thin_y, strict=True))
+    assert 50_000 in thin_x[np.isnan(thin_y)]
+    assert (thin_x[0], thin_x[-1]) == (0, 99_999)
+
+
+def test_axes_have_round_numbers():
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(1.1e-5, 5e-5) == [2e-5, 3e-5, 4e-5, 5e-5]
+    assert [number(v) for v in (0, 5e-5, 0.25, 12345.6, 3e9, math.nan)] == ["0", "5e-5", "0.25", "12,346", "3e9", "nan"]
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [math.nan], [math.inf, -math.inf], [0, 1e-9], [9e99, -9e99]])
+def test_any_values_make_a_well_formed_picture(values):
+    svg = Chart("a < b & c", "x", "y", [Line("<one>", list(range(len(values))), values)]).svg()
+    ElementTree.fromstring(svg)
+    assert "nan" not in "".join(part for part in svg.split('"') if part.startswith("M"))

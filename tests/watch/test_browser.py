@@ -1,0 +1,264 @@
+"""The board in a real JupyterLab in a headless Chromium, of a run that the real wandb SDK logs meanwhile."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+
+from kit.watch.metrics import Metrics
+from tests.watch.test_board import line
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: bash env/packages chromium"),
+    # Playwright's pipes to its driver and Chromium are closed by the collector at its end
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+REPOSITORY = Path(__file__).resolve().parents[2]
+WRITER = """
+import math, sys, time, wandb
+run = wandb.init(project="p", id="live", mode="offline", dir=sys.argv[1])
+for step in range(1, 100_000):
+    loss = math.nan if sys.argv[2:] == ["nan"] and step > 60 else 3 / step**0.3
+    run.log({"train/loss": loss, "train/tokens_per_s": 9e3, "train/global_step": step, "t": time.time()})
+    time.sleep(0.1)
+"""
+WATCH = "from kit.watch.board import watch\nboard = watch({!r})\nboard"
+BUSY = "import time\nend = time.time() + 8\nwhile time.time() < end:\n    pass"
+# The step that the board shows, with the time at which it was first seen there.
+SPY = """() => { window.seen = []; let last = 0; setInterval(() => {
+  const found = /step ([\\d,]+)/.exec(document.querySelector(".kit-board .status")?.textContent);
+  const step = found ? +found[1].replaceAll(",", "") : 0;
+  if (step > last) { last = step; window.seen.push([step, Date.now() / 1000]); }
+}, 20); }"""
+BEHIND = """step => {
+  const found = /step ([\\d,]+)/.exec(document.querySelector(".kit-board .status")?.textContent);
+  return found && +found[1].replaceAll(",", "") > step; }"""
+FRAMES = """() => new Promise(done => { const gaps = []; let last = performance.now(), end = last + 8000;
+  const frame = now => { gaps.push(now - last); last = now; now < end ? requestAnimationFrame(frame) : done(gaps); };
+  requestAnimationFrame(frame); })"""
+
+
+class Lab:
+    """A JupyterLab server on a free port of this machine, and a browser."""
+
+    def __init__(self, folder, browser):
+        self.folder, self.context = folder, browser.new_context()
+        places = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
+        env = os.environ | places | {"PYTHONPATH": str(REPOSITORY), "IPYTHONDIR": str(folder / "ipython")}
+        news = folder / "CONFIG" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
+        news.mkdir(parents=True)
+        (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+        here = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", f"--ServerApp.root_dir={folder}"]
+        with (folder / "lab.log").open("w") as log:
+            command = [sys.executable, "-m", "jupyterlab", *here]
+            self.server = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
+        while not (told := list((folder / "RUNTIME").glob("jpserver-*.json"))):
+            assert self.server.poll() is None, (folder / "lab.log").read_text()
+            time.sleep(0.1)
+        self.told = json.loads(told[0].read_text())
+
+    def open(self, name, *cells, height=1300):
+        """A page with a new notebook of these cells."""
+        made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), self.folder / f"{name}.ipynb")
+        page = self.context.new_page()
+        page.set_default_timeout(120_000)  # the machine may be busy
+        page.set_viewport_size({"width": 1250, "height": height})
+        page.goto(f"{self.told['url']}doc/workspaces/{name}/tree/{name}.ipynb?token={self.told['token']}")
+        page.wait_for_selector("text=| Idle")
+        return page
+
+    def close(self):
+        self.server.terminate()
+        self.server.wait(20)
+
+
+def begin(page, cell):
+    """Run a cell, by its place among the code cells."""
+    page.locator(".jp-CodeCell .cm-content").nth(cell).click()
+    page.keyboard.press("Control+Enter")
+
+
+def write(folder, *words):
+    folder.mkdir()
+    env = os.environ | {"WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1"}
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder), *words], env=env)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-quic"])
+        lab = Lab(folder, browser)
+        yield lab
+        browser.close()
+        lab.close()
+
+
+@pytest.fixture(scope="module")
+def run(lab):
+    """A folder in which a run is logged for as long as these tests last."""
+    writer = write(lab.folder / "run")
+    yield lab.folder / "run"
+    writer.kill()
+    writer.wait()
+
+
+def shown_step(page):
+    page.wait_for_function(BEHIND, arg=0)
+    status = page.locator(".kit-board .status").first.inner_text()
+    return int(status.partition("step ")[2].split(" ")[0].replace(",", ""))
+
+
+def ticks(page, panel="Loss"):
+    return page.locator(f".kit-board svg[aria-label='{panel}'] .kit-x").all_text_contents()
+
+
+def drag(page, panel="Loss"):
+    """Zoom into the middle of a panel; the numbers of its x axis then."""
+    page.wait_for_timeout(1000)  # the board moves up once, when the picture above it is hidden
+    box = page.locator(f".kit-board svg[aria-label='{panel}']").bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 0.6 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.6 * box["height"], steps=5)
+    page.mouse.up()
+    page.wait_for_selector(".kit-board .kit-all")
+    return ticks(page, panel)
+
+
+def seconds_to_visible(page, folder, watched):
+    """Of each row that is logged in so many seconds of watching, how long it took until the board showed it."""
+    page.evaluate(SPY)
+    page.wait_for_timeout(1000 * watched)
+    seen, metrics = page.evaluate("window.seen"), Metrics(folder)
+    while len(metrics.series.get("t", [[]])[0]) < seen[-1][0]:
+        metrics.poll()
+    logged = dict(zip(*metrics.series["t"][:2], strict=True))
+    return [at - logged[step] for (before, _), (last, at) in pairwise(seen) for step in range(before + 1, last + 1)]
+
+
+def test_it_appears_and_shows_new_rows_within_two_seconds_while_a_cell_runs_and_changes_no_other(lab, run):
+    page = lab.open("live", WATCH.format("run"), BUSY, "1 + 1")
+    begin(page, 0)
+    page.wait_for_selector(".kit-board svg")
+    begin(page, 2)
+    page.wait_for_selector(".jp-CodeCell >> nth=2 >> text=2")
+    other = page.locator(".jp-CodeCell").nth(2).inner_text()
+    begin(page, 1)
+    late = seconds_to_visible(page, run, 7)
+    assert page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt").inner_text() == "[*]:"  # still busy
+    page.wait_for_selector(".jp-CodeCell >> nth=1 >> text=/\\[3\\]:/")
+    assert [page.locator(".jp-CodeCell").nth(i).locator(".jp-OutputArea-output").count() for i in (1, 2)] == [0, 1]
+    assert page.locator(".jp-CodeCell").nth(2).inner_text() == other
+    assert len(late) > 30
+    assert np.quantile(late, 0.95) < 2
+    page.close()
+
+
+def test_zoom_smoothing_and_log_scale_survive_updates_and_a_reload_of_the_page(lab, run):
+    page = lab.open("zoom", WATCH.format("run"))
+    begin(page, 0)
+    before = shown_step(page)
+    whole = ticks(page)
+    zoomed = drag(page)
+    assert zoomed != whole
+    page.locator(".kit-board svg[aria-label=Loss] .kit-log").dispatch_event("pointerdown")
+    page.locator(".kit-board .smooth").fill("0.9")
+    page.wait_for_function(BEHIND, arg=before + 20)
+    assert ticks(page) == ticks(page, "Throughput") == zoomed
+    page.keyboard.press("Control+s")
+    page.wait_for_timeout(1000)
+    page.reload()
+    page.wait_for_selector(".kit-board svg")
+    again = shown_step(page)
+    assert again > before
+    assert ticks(page) == zoomed
+    assert page.locator(".kit-board .smooth").input_value() == "0.9"
+    assert page.locator(".kit-board svg[aria-label=Loss] .kit-log").get_attribute("font-weight") == "600"
+    page.wait_for_function(BEHIND, arg=again)
+    page.close()
+
+
+def test_after_a_kernel_restart_the_board_says_that_it_is_not_updated_and_its_cell_brings_all_of_it_back(lab, run):
+    page = lab.open("restart", WATCH.format("run"))
+    begin(page, 0)
+    before = shown_step(page)
+    page.keyboard.press("Escape")
+    page.keyboard.press("0")
+    page.keyboard.press("0")
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    page.wait_for_selector(".kit-board .status >> text=not updated for")
+    begin(page, 0)
+    page.wait_for_function("() => !document.querySelector('.kit-board .status')?.textContent.includes('not updated')")
+    assert shown_step(page) > before
+    assert float(ticks(page)[0].replace(",", "")) < shown_step(page) / 2  # all of it, from the beginning
+    assert page.locator(".kit-board").count() == 1
+    page.close()
+
+
+def test_an_alert_comes_up_as_a_notification_and_stays_on_the_board(lab):
+    writer = write(lab.folder / "bad", "nan")
+    try:
+        page = lab.open("bad", WATCH.format("bad"))
+        begin(page, 0)
+        page.wait_for_selector(".kit-toast >> text=train/loss is not finite since step 61")
+        assert "not finite" in page.locator(".kit-board .warnings").inner_text()
+        assert "NaN or infinite" in page.locator(".kit-board svg[aria-label=Loss]").text_content()
+        page.close()
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def sample(folder, hosts, t):
+    """A second of nodes of eight GPUs each."""
+    for host in hosts:
+        with (folder / "nodes" / f"{host}.jsonl").open("a") as stream:
+            stream.write(line(host, t, 8) + "\n")
+
+
+@contextmanager
+def many_gpus(folder):
+    """Ten minutes of eight nodes, of which seven go on."""
+    hosts, stop = [f"node{i}" for i in range(1, 9)], threading.Event()
+    (folder / "wandb").mkdir(parents=True)
+    (folder / "nodes").mkdir()
+    for second in range(600, 0, -1):
+        sample(folder, hosts, time.time() - second)
+
+    def go_on():
+        while not stop.wait(1):
+            sample(folder, hosts[:-1], time.time())
+
+    feed = threading.Thread(target=go_on)
+    feed.start()
+    yield
+    stop.set()
+    feed.join()
+
+
+def test_64_gpus_of_8_nodes_stay_smooth_and_a_node_that_falls_silent_is_named(lab):
+    with many_gpus(lab.folder / "many"):
+        page = lab.open("many", WATCH.format("many"))
+        begin(page, 0)
+        page.wait_for_selector(".kit-board svg[aria-label='GPU power']")
+        assert np.quantile(page.evaluate(FRAMES), 0.95) < 100
+        assert "7 of 8 nodes reporting (node8 silent for" in page.locator(".kit-board .status").inner_text()
+        lines = page.locator(".kit-board svg[aria-label='GPU utilisation'] g path[stroke-opacity='0.5']").count()
+        assert lines == 64
+        page.close()
