@@ -51,7 +51,8 @@ def make(folder: Path, gb: float) -> None:
 def orbax(folder: Path, repeats: int) -> dict[str, Any]:
     """Seconds and GB/s of cold restores of the same values as fp32, each in a fresh process."""
     code = (
-        "import json, sys, time; from pathlib import Path; import orbax.checkpoint as ocp; from kit.checkpoints import pagecache;"
+        "import json, sys, time; from pathlib import Path; import orbax.checkpoint as ocp;"
+        "from kit.checkpoints import pagecache;"
         "files = [p for p in Path(sys.argv[1]).rglob('*') if p.is_file()]; pagecache.evict(files);"
         "cold = pagecache.residency(files); before = pagecache.device_bytes(); begun = time.perf_counter();"
         "tree = ocp.StandardCheckpointer().restore(Path(sys.argv[1]));"

@@ -355,7 +355,7 @@ def test_what_cannot_be_reached_names_the_offline_settings_and_is_no_problem(sma
 def test_clocks_are_compared_within_the_round_trip(tmp_path):
     """The node is a process whose clock is 100 s behind."""
     behind = (
-        "import time; now = time.time; time.time = lambda: now() - 100; from kit.check import survey; print(survey.skew"
+        "import time; now = time.time; time.time = lambda: now() - 100\nfrom kit.check import survey; print(survey.skew"
     )
     with survey._clock() as clock:
         ahead, half = survey.skew(clock)

@@ -227,7 +227,8 @@ def test_without_file_locks_two_builders_leave_one_whole_folder_and_are_told(rec
 def test_a_folder_that_a_killed_builder_left_is_never_taken_for_a_whole_one(recipe, tmp_path):
     (tmp_path / "tiny.toml").write_text(recipe.toml())
     code = (
-        "import os, signal, sys; from kit import files; from kit.data import dataset as data; from kit.config.recipe import Recipe\n"
+        "import os, signal, sys; from kit import files; from kit.data import dataset as data\n"
+        "from kit.config.recipe import Recipe\n"
         "write = files.write_json\n"
         "def die(path, value):\n"
         "    write(path, value)\n"
