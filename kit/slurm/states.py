@@ -1,0 +1,407 @@
+"""Job states, the records of how a job went, and the files in a run's `state` folder: one vocabulary for all.
+
+A *witness* is a source of evidence about a job. Each witness writes *records*: lines of `state/ledger.jsonl`, or small
+JSON files that the job's script leaves (`start.<restart>.json`, `exit.<restart>.json`). Records are read by
+`parse_record`, which checks their shape, so a damaged or foreign record never hides another one. `kit.slurm.outcome`
+judges them.
+
+The job scripts are written in bash and use the same names; a test compares them with this module.
+"""
+
+import json
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+RECORD_VERSION = 1  # of the records' keys; records without the key `version` were written before it existed
+
+
+class JobState(StrEnum):
+    """Slurm's job states as squeue prints them (squeue(1), JOB STATE CODES), and three of the kit's own."""
+
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    STOPPED = "STOPPED"
+    RESIZING = "RESIZING"
+    SIGNALING = "SIGNALING"
+    STAGE_OUT = "STAGE_OUT"
+    COMPLETING = "COMPLETING"
+    REQUEUED = "REQUEUED"
+    REQUEUE_FED = "REQUEUE_FED"
+    REQUEUE_HOLD = "REQUEUE_HOLD"
+    RESV_DEL_HOLD = "RESV_DEL_HOLD"
+    SPECIAL_EXIT = "SPECIAL_EXIT"
+    REVOKED = "REVOKED"
+
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    NODE_FAIL = "NODE_FAIL"
+    PREEMPTED = "PREEMPTED"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    BOOT_FAIL = "BOOT_FAIL"
+    DEADLINE = "DEADLINE"
+
+    LOST = "LOST"  # the job is gone and nothing recorded how it ended
+    NOT_SUBMITTED = "NOT SUBMITTED"  # the run has no job
+    UNKNOWN = "UNKNOWN"  # a state of a newer Slurm
+
+    @classmethod
+    def parse(cls, text: str) -> "JobState":
+        """The state from squeue's or sacct's text, such as "RUNNING" or "CANCELLED by 1000"; else UNKNOWN."""
+        words = text.split()
+        name = words[0].rstrip("+") if words else ""
+        return cls(name) if name in cls.__members__ else cls.UNKNOWN
+
+    @property
+    def final(self) -> bool:
+        """Whether a job in this state has ended; see `may_restart` for PREEMPTED and NODE_FAIL."""
+        return self in FINAL_STATES
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether Slurm may start the same job again after this state, where the job has Requeue=1."""
+        return self in PROVISIONAL_STATES
+
+
+# In order of precedence: an array has the first of these states that one of its tasks has (COMPLETED last).
+FINAL_STATES = (
+    JobState.FAILED,
+    JobState.CANCELLED,
+    JobState.TIMEOUT,
+    JobState.NODE_FAIL,
+    JobState.PREEMPTED,
+    JobState.OUT_OF_MEMORY,
+    JobState.BOOT_FAIL,
+    JobState.DEADLINE,
+    JobState.LOST,
+    JobState.COMPLETED,
+)
+PROVISIONAL_STATES = (JobState.PREEMPTED, JobState.NODE_FAIL)
+
+
+class Confidence(StrEnum):
+    """How well the records prove a state."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+class Witness(StrEnum):
+    """The sources of evidence about a job."""
+
+    SLURM = "slurm"  # squeue has a row of the job
+    GONE = "gone"  # squeue answered and has no row of the job
+    QUEUE = "queue"  # squeue did not answer
+    SACCT = "sacct"  # the accounting database, asked once Slurm had forgotten the job
+    SUBMIT = "submit"  # sbatch returned the job id
+    START = "start"  # the job's script has started
+    EXIT = "exit"  # the job's script has ended
+    CANCEL = "cancel"  # the user cancelled it with the kit
+    REQUEUE = "requeue"  # the user requeued it with the kit
+    HEARTBEAT = "heartbeat"  # the file that the job's script touches every 10 s
+
+
+class ScriptEnd(StrEnum):
+    """Why the job's script ended: the key `end` of an exit record, written by the kit's own job script."""
+
+    FINISHED = "finished"  # training came to its last step
+    FAILED = "failed"  # the training step ended with an error, or without a result
+    NO_PROGRESS = "no_progress"  # three starts without a new checkpoint
+    PREEMPTED = "preempted"  # Slurm preempted the job
+    TIME_LIMIT = "time_limit"  # Slurm warned that the time limit is near; training saved and stopped
+    STOP_REQUESTED = "stop_requested"  # the file state/stop was written; training saved and stopped
+    SIGNAL = "signal"  # SIGTERM or SIGINT: scancel, the time limit, or a requeue by Slurm
+
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one witness said at one time. A fact that the witness did not give is None or empty.
+
+    time: seconds since the epoch; by the clock of the node for start, exit and heartbeat.
+    task: index of the array task; None for a plain job, or for all tasks of an array.
+    restart: how many times Slurm had restarted the job (SLURM_RESTART_COUNT).
+    """
+
+    witness: ClassVar[Witness]
+    time: float
+    job_id: str | None = None
+    task: int | None = None
+    restart: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready values, without the facts that are not known."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        head = {"version": RECORD_VERSION, "time": self.time, "source": str(self.witness), "job_id": self.job_id}
+        return head | {name: value for name, value in facts.items() if value not in (None, "") and name not in head}
+
+    def as_line(self) -> str:
+        """The record as a line of the ledger."""
+        return json.dumps(self.as_dict()) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StateRecord(Record):
+    state: JobState | None = None
+    exit_code: int | None = None
+    signal: str | None = None  # the number of the signal that ended the job; empty: no signal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmRecord(_StateRecord):
+    """A row of squeue, or what the local runner says in its place."""
+
+    witness = Witness.SLURM
+    reason: str = ""
+    requeue: bool | None = None  # whether Slurm may start the job again after preemption or the failure of a node
+    nodes: str = ""
+    verbatim: str = ""  # the line of `scontrol show job -d -o`, of a job that has ended
+    again: bool = False  # a later answer was the same: a provisional state is settled
+    runner: str = ""  # "local" for the local runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class SacctRecord(_StateRecord):
+    """What sacct said. `state` is None where sacct does not know the job."""
+
+    witness = Witness.SACCT
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneRecord(Record):
+    """Slurm answered, and does not know the job any more."""
+
+    witness = Witness.GONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueRecord(Record):
+    """Slurm did not answer; `note` has its words."""
+
+    witness = Witness.QUEUE
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitRecord(Record):
+    """sbatch returned the job id."""
+
+    witness = Witness.SUBMIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord(Record):
+    """`start.<restart>[.<task>].json`, written by the job's script before anything else."""
+
+    witness = Witness.START
+    nodes: str = ""
+    checkpoint: str = ""  # the step of the newest checkpoint at that time; empty: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRecord(Record):
+    """`exit.<restart>[.<task>].json`, written by an EXIT trap of the job's script.
+
+    A job script of the kit writes every key. The trap in a user's own script (witness.sh) writes `exit_code` only: bash
+    runs an EXIT trap also when a signal ends it, and the trap then sees the exit code of the command before.
+    """
+
+    witness = Witness.EXIT
+    exit_code: int
+    signal: str | None = None  # "TERM", "INT" or "USR2" where the script caught one, else empty; None: not observed
+    end: ScriptEnd | None = None
+    requeued: bool | None = None  # whether Slurm accepted `scontrol requeue`: the same job will start again
+    reason: str = ""  # a sentence for people
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the same job will start again after this end.
+
+        Records from before version 1 do not have the key `requeued`. Their job script composed `reason` and wrote the
+        word "requeued" into it when Slurm had accepted the requeue.
+        """
+        return self.requeued if self.requeued is not None else "requeued" in self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRecord(Record):
+    """The user cancelled the job with the kit."""
+
+    witness = Witness.CANCEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequeueRecord(Record):
+    """The user requeued the job with the kit."""
+
+    witness = Witness.REQUEUE
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatRecord(Record):
+    """The modification time of `heartbeat[.<task>]`."""
+
+    witness = Witness.HEARTBEAT
+
+
+RECORD_TYPES: Mapping[str, type[Record]] = {
+    kind.witness: kind
+    for kind in (
+        SlurmRecord, SacctRecord, GoneRecord, QueueRecord, SubmitRecord, StartRecord, ExitRecord, CancelRecord,
+        RequeueRecord, HeartbeatRecord,
+    )
+}  # fmt: skip
+
+
+def parse_record(value: object) -> Record | None:
+    """A record from JSON values; None for anything that is not a record of a known witness in the right shape.
+
+    Keys that this version does not know are ignored, so records of a newer version are read as far as they go.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("source"), str):
+        return None
+    kind = RECORD_TYPES.get(value["source"])
+    if kind is None:
+        return None
+    facts: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if get_origin(hint) is ClassVar or name not in value:
+            continue
+        fact = _checked(value[name], hint)
+        if fact is _WRONG:
+            return None
+        facts[name] = fact
+    try:
+        return kind(**facts)
+    except TypeError:  # a required key is missing
+        return None
+
+
+def parse_line(line: str) -> Record | None:
+    """A record from a line of the ledger; None for a line that is torn or not a record."""
+    try:
+        return parse_record(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+_WRONG = object()
+Enumeration = TypeVar("Enumeration", bound=StrEnum)
+
+
+def _checked(value: object, hint: Any) -> Any:
+    """The value in the type that the hint asks for, or _WRONG."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None:
+        return None if type(None) in kinds else _WRONG
+    kind = kinds[0]
+    if kind is JobState and isinstance(value, str):
+        return JobState.parse(value)
+    if kind is ScriptEnd and isinstance(value, str):
+        return ScriptEnd(value) if value in list(ScriptEnd) else None
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if math.isfinite(value) else _WRONG
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value if value >= 0 else _WRONG
+    return value if kind in (str, bool) and isinstance(value, kind) else _WRONG
+
+
+# ------------------------------------------------------------------------------------------------------ state files
+
+
+class ScriptFile(NamedTuple):
+    """A start or exit file that the job's script left."""
+
+    path: Path
+    witness: Witness
+    restart: int
+    task: int | None
+
+
+@dataclass(frozen=True)
+class StateFolder:
+    """The names of the files in a run's `state` folder. The job script uses the same names."""
+
+    path: Path
+
+    @property
+    def ledger(self) -> Path:
+        """Records of every witness outside of the job, one JSON object a line, appended."""
+        return self.path / "ledger.jsonl"
+
+    def start(self, restart: int, task: int | None = None) -> Path:
+        """What the job's script wrote when it started: a StartRecord."""
+        return self._script_file(Witness.START, restart, task)
+
+    def exit(self, restart: int, task: int | None = None) -> Path:
+        """What the job's script wrote when it ended: an ExitRecord."""
+        return self._script_file(Witness.EXIT, restart, task)
+
+    def heartbeat(self, task: int | None = None) -> Path:
+        """Touched every 10 s while the job's script lives."""
+        return self.path / ("heartbeat" if task is None else f"heartbeat.{task}")
+
+    @property
+    def stop(self) -> Path:
+        """Written to ask training to save and stop at the next step."""
+        return self.path / "stop"
+
+    @property
+    def saved(self) -> Path:
+        """Written by training that was asked to stop: the name of the checkpoint that it saved."""
+        return self.path / "saved"
+
+    @property
+    def result(self) -> Path:
+        """Written by training that came to its last step."""
+        return self.path / "result.json"
+
+    @property
+    def progress(self) -> Path:
+        """Step, loss and time of the newest log line of training."""
+        return self.path / "progress.json"
+
+    @property
+    def runner(self) -> Path:
+        """Process id and creation time of the local runner."""
+        return self.path / "local.json"
+
+    @property
+    def local_requeue(self) -> Path:
+        """Written by the local runner's stand-in for `scontrol requeue`."""
+        return self.path / "requeue"
+
+    @property
+    def witness_script(self) -> Path:
+        """The copy of witness.sh that a user's own script reads through BASH_ENV."""
+        return self.path / "witness.sh"
+
+    def script_files(self) -> Iterator[ScriptFile]:
+        """The start and exit files, by name; files with other names are ignored."""
+        for path in sorted(self.path.glob("*.json")):
+            if match := re.fullmatch(r"(start|exit)\.(\d{1,9})(?:\.(\d{1,9}))?\.json", path.name, re.ASCII):
+                task = int(match[3]) if match[3] else None
+                yield ScriptFile(path, Witness(match[1]), int(match[2]), task)
+
+    def heartbeats(self) -> Iterator[tuple[Path, int | None]]:
+        """The heartbeat files, each with its array task; files with other names are ignored."""
+        for path in sorted(self.path.glob("heartbeat*")):
+            if match := re.fullmatch(r"heartbeat(?:\.(\d{1,9}))?", path.name, re.ASCII):
+                yield path, int(match[1]) if match[1] else None
+
+    def _script_file(self, witness: Witness, restart: int, task: int | None) -> Path:
+        suffix = "" if task is None else f".{task}"
+        return self.path / f"{witness}.{restart}{suffix}.json"
