@@ -1,0 +1,66 @@
+"""Still figures: lines, stacked bars, ranges, heat maps and Sankey diagrams.
+
+One description gives two drawings in one output bundle: plotly's JSON, which JupyterLab shows with hover and zoom, also
+in a notebook that it does not trust; and a static SVG for nbconvert, code hosts, print and mail. Backgrounds are clear
+and the ink is a middle grey, so that both are readable on white and on black. The JSON is written here and not by the
+plotly package, which takes a second to import; `Figure.plotly()` returns the package's own object.
+
+The live board of a run does not use this module: see kit/watch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kit.figures.bar_chart import Bars, Range, Ranges
+from kit.figures.base import Figure, Limit
+from kit.figures.heat_map import Heat
+from kit.figures.line_plot import POINTS, Lines, thin
+from kit.figures.sankey_diagram import Sankey
+
+__all__ = ["Figure", "bars", "heat", "lines", "ranges", "sankey"]
+
+
+def lines(
+    title: str,
+    x_label: str,
+    y_label: str,
+    curves: Mapping[str, tuple[Any, Any]],
+    colours: Mapping[str, str] | None = None,
+) -> Figure:
+    """A line plot. `curves` maps a name to its x and y values; values that are not finite leave a gap."""
+    share = POINTS // max(1, len(curves))
+    return Lines(
+        title, x_label, y_label, {name: thin(*curve, share) for name, curve in curves.items()}, dict(colours or {})
+    )
+
+
+def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: Limit | None = None) -> Figure:
+    """Horizontal stacked bars: `rows` maps a label to its named parts. `limit` is a dashed line with a name."""
+    return Bars(title, unit, rows, limit)
+
+
+def ranges(title: str, unit: str, rows: Mapping[str, Range], limit: Limit | None = None) -> Figure:
+    """Horizontal bars of (lowest, median, highest) with their range. `limit` is a dashed line with a name."""
+    return Ranges(title, unit, rows, limit)
+
+
+def heat(
+    title: str,
+    x_label: str,
+    y_label: str,
+    xs: Sequence[Any],
+    ys: Sequence[Any],
+    values: Sequence[Sequence[float]],
+    limit: float,
+    here: tuple[Any, Any] | None = None,
+) -> Figure:
+    """A heat map: values[i][j] belongs to ys[i] and xs[j]. Cells above `limit` are red, and a dashed edge runs between.
+
+    `here` is the (x, y) of the cell to mark, such as the present settings.
+    """
+    return Heat(title, x_label, y_label, list(xs), list(ys), values, limit, here)
+
+
+def sankey(title: str, unit: str, flows: Sequence[tuple[str, str, float]]) -> Figure:
+    """A Sankey diagram of (from, to, amount) flows without cycles. Flows of zero are left out."""
+    return Sankey(title, unit, [flow for flow in flows if flow[2] > 0])

@@ -1,0 +1,100 @@
+"""The base class of figures, their colours and the parts of plotly's JSON that all share."""
+
+import base64
+from abc import ABC, abstractmethod
+from html import escape
+from typing import Any
+
+from kit.figures.svg import GRID, INK, LIMIT
+from kit.show import format_cell
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
+# A quantity has the same colour in every figure.
+COLOUR_OF = {
+    "weights": COLOURS[0], "gathered weights": COLOURS[4], "optimizer": COLOURS[2], "gradients": COLOURS[3],
+    "activations": COLOURS[5], "train": COLOURS[0], "eval": COLOURS[3], "save": COLOURS[2], "load": COLOURS[5],
+    "trained on": COLOURS[0], "kept": COLOURS[2], "context": COLOURS[5], "read": COLOURS[0], "write": COLOURS[3],
+}  # fmt: skip
+Limit = tuple[str, float]  # its name and value
+
+
+class Figure(ABC):
+    """A figure that shows itself in a notebook. The functions of kit.figures make them."""
+
+    title: str
+
+    @abstractmethod
+    def plotly_dict(self) -> dict[str, Any]:
+        """The figure in plotly's JSON schema: {"data": [...], "layout": {...}}."""
+
+    @abstractmethod
+    def svg(self) -> str:
+        """The static picture as an SVG document."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The figure's numbers as text."""
+
+    def plotly(self) -> Any:
+        """The figure as a `plotly.graph_objects.Figure`, to change it further."""
+        import plotly.graph_objects
+
+        return plotly.graph_objects.Figure(self.plotly_dict())
+
+    def img(self) -> str:
+        """An HTML <img> with the static picture, which also an untrusted notebook shows."""
+        data = base64.b64encode(self.svg().encode()).decode()
+        return f'<img alt="{escape(self.title)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}"/>'
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {
+            "application/vnd.plotly.v1+json": self.plotly_dict(),
+            "image/svg+xml": self.svg(),
+            "text/plain": str(self),
+        }
+
+
+def colour_of(name: str, index: int) -> str:
+    """The colour of a quantity: fixed by its name where it is known, else by its place."""
+    return COLOUR_OF.get(name) or COLOURS[index % len(COLOURS)]
+
+
+def limit_text(limit: Limit | None) -> str:
+    """The name and value of a limit as a legend shows them; empty where there is none."""
+    return f"{limit[0]} {format_cell(float(limit[1]))}" if limit else ""
+
+
+def base_layout(title: str, x_label: str, y_label: str) -> dict[str, Any]:
+    """A clear background, one ink for both themes, and no template, which would add 7 kB to each figure."""
+    axis = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": INK, "automargin": True}
+    return {
+        "title": {"text": title, "font": {"size": 14}},
+        "font": {"color": INK, "size": 12},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 60, "r": 30, "t": 50, "b": 50},
+        "height": 340,
+        "template": {},
+        "xaxis": axis | {"title": {"text": x_label}},
+        "yaxis": axis | {"title": {"text": y_label}},
+    }
+
+
+def with_limit(layout: dict[str, Any], limit: Limit | None) -> dict[str, Any]:
+    """The layout with a dashed vertical line and its name at the limit."""
+    if limit:
+        line = {"color": LIMIT, "width": 2, "dash": "dash"}
+        layout["shapes"] = [
+            {"type": "line", "x0": limit[1], "x1": limit[1], "yref": "paper", "y0": 0, "y1": 1, "line": line}
+        ]
+        layout["annotations"] = [
+            {
+                "x": limit[1],
+                "yref": "paper",
+                "y": 1,
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": limit_text(limit),
+            }
+        ]
+    return layout
