@@ -208,7 +208,7 @@ def form(source: str | Path | dict[str, Any]) -> dict[str, Any] | None:
     from IPython import get_ipython
     from IPython.display import display
 
-    from kit.notebook.widgets import in_lab
+    from kit.watch.display import in_lab
 
     own = isinstance(source, dict)
     known = _parse(_parameters_cell(source["In"])) if isinstance(source, dict) else read_parameters(source)

@@ -4,18 +4,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-
-def in_lab(shell: Any) -> str:
-    """The id of the cell that runs: JupyterLab names it; papermill and nbclient do not, and must not meet a widget."""
-    kernel = getattr(shell, "kernel", None)
-    return kernel.get_parent().get("metadata", {}).get("cellId", "") if kernel else ""
-
-
-def publish(display: str, data: dict[str, Any], update: bool = False) -> None:
-    """Show MIME data under a display id, or replace what is shown there."""
-    from IPython.display import publish_display_data
-
-    publish_display_data(data, transient={"display_id": display}, update=update)
+from kit.watch.display import in_lab, publish
 
 
 def explore(draw: Callable[..., str], start: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> None:

@@ -1,6 +1,6 @@
-"""Node sampler: one JSON line a second to nodes/<host>.jsonl, and what is needed to read them.
+"""Node sampler: writes one JSON line a second to nodes/<host>.jsonl. kit.watch.samples reads them.
 
-Runs beside the training: `python -m kit.train.sampler RUN`.
+Runs next to the training: `python -m kit.train.sampler RUN`.
 """
 
 import argparse
@@ -18,9 +18,7 @@ from typing import Any
 import psutil
 import pynvml
 
-GB, GIB = 1e9, 1 << 30
-SLICE = 1 << 18  # bytes a poll, some 3 ms of work; a line has 1.5 kB on a node of eight GPUs
-Place = tuple[str, int | str, str]  # (host, GPU index, MIG UUID or "cpu", "util", "mem_gib", "power_w", "temp_c", ...)
+from kit.watch.samples import GB, GIB
 
 
 def own_gpus(environment: dict[str, str]) -> list[Any]:
@@ -104,87 +102,6 @@ class Sampler:
 
 def _rates(before: dict[str, int] | None, now: dict[str, int] | None, seconds: float) -> dict[str, float] | None:
     return {key: round((now[key] - before[key]) / GB / seconds, 6) for key in now} if now and before else None
-
-
-def readings(line: dict[str, Any]) -> dict[Place, float]:
-    """What a line tells. Raises LookupError, TypeError, ValueError or AttributeError if it is no line of a sampler."""
-    host = line["host"]
-    told = {(host, "cpu", "util"): line["cpu"], (host, "cpu", "mem_gib"): line["ram_gib"]}
-    for part in ("net_gb_s", "disk_gb_s"):
-        told |= {(host, "cpu", f"{part}_{way}"): rate for way, rate in (line[part] or {}).items()}
-    for gpu in line["gpus"]:
-        whole = gpu["index"] is not None and not gpu["uuid"].startswith("MIG-")  # instances of every GPU count from 0
-        place = gpu["index"] if whole else gpu["uuid"]
-        told |= {(host, place, name): gpu[name] for name in gpu if name not in ("index", "uuid")}
-    return {key: float(value) for key, value in told.items() if value is not None}
-
-
-# Of what wandb samples itself, by the first and last part of the name: what it is here, and its unit. A total counts
-# from the start (wandb's core/internal/monitor: cpu.go, memory.go, network.go, disk.go; gpu.N.* come from its sidecar).
-_LEVELS = {
-    ("cpu", "cpu"): ("util", 1.0),
-    ("proc", "rssMB"): ("mem_gib", 1 / 1024),
-    ("gpu", "gpu"): ("util", 1.0),
-    ("gpu", "memoryAllocatedBytes"): ("mem_gib", 1 / GIB),
-    ("gpu", "powerWatts"): ("power_w", 1.0),
-    ("gpu", "temp"): ("temp_c", 1.0),
-}
-_TOTALS = {
-    ("network", "recv"): ("net_gb_s_in", 1 / GB),
-    ("network", "sent"): ("net_gb_s_out", 1 / GB),
-    ("disk", "in"): ("disk_gb_s_read", (1 << 20) / GB),
-    ("disk", "out"): ("disk_gb_s_write", (1 << 20) / GB),
-}
-
-
-def statistics(host: str, told: dict[str, float]) -> tuple[dict[Place, float], dict[Place, float]]:
-    """wandb's own sample as (readings, totals in GB); a node that carries a label stands under it."""
-    levels, totals = dict[Place, float](), dict[Place, float]()
-    for full, value in told.items():
-        name, _, label = full.partition("/l:")
-        parts = name.split(".")
-        ends, node = (parts[0], parts[-1]), label or host
-        index = int(parts[1]) if parts[0] == "gpu" and parts[1].isdigit() else "cpu"  # gpu.process.N repeats it
-        if ends in _TOTALS:
-            key = (node, "cpu", _TOTALS[ends][0])
-            totals[key] = totals.get(key, 0.0) + value * _TOTALS[ends][1]
-        elif ends in _LEVELS and (parts[0] == "gpu") == (index != "cpu"):
-            levels[node, index, _LEVELS[ends][0]] = value * _LEVELS[ends][1]
-    return levels, totals
-
-
-class Lines:
-    """Reads the JSON lines appended to a file since the last poll, from the first one behind the byte `start` on."""
-
-    def __init__(self, path: Path, start: int = 0) -> None:
-        self.path = path
-        self.damaged = 0
-        self.left = path.stat().st_size  # bytes not read, at the last look
-        self._offset = max(0, start)
-        self._torn = start > 0
-
-    def poll(self) -> list[Any]:
-        """The next whole lines; one that is still being written is waited for, one that is no JSON is damaged."""
-        with self.path.open("rb") as stream:
-            self.left = stream.seek(0, os.SEEK_END) - self._offset
-            stream.seek(self._offset)
-            data = stream.read(SLICE)
-        end = data.rfind(b"\n") + 1
-        lines = data[:end].splitlines()[self._torn :]
-        self._torn = self._torn and not end
-        self._offset += end
-        self.left -= end
-        try:
-            return list(json.loads(b"[%b]" % b",".join(lines)))
-        except ValueError:
-            return [found for line in lines for found in self._parse(line)]
-
-    def _parse(self, line: bytes) -> list[Any]:
-        try:
-            return [json.loads(line)]
-        except ValueError:
-            self.damaged += 1
-            return []
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -54,8 +54,11 @@ def tell(command: Sequence[str], text: str, trouble: Callable[[str], None]) -> N
 def _loss(standing: Standing) -> Iterator[tuple[str, str]]:
     for name in LOSSES:
         series = standing.metrics.series.get(name)
-        if series and series.odd:
-            yield f"{name} finite", f"{name} is not finite since step {series.odd[0]:,.0f} ({len(series.odd):,} times)"
+        if series and series.not_finite:
+            yield (
+                f"{name} finite",
+                f"{name} is not finite since step {series.not_finite[0]:,.0f} ({len(series.not_finite):,} times)",
+            )
         if not series or len(series.values) < BEFORE // 2 + RECENT:
             continue
         usual = [v for v in series.values[-BEFORE - RECENT : -RECENT] if math.isfinite(v)]

@@ -12,12 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kit.chart import Chart
 from kit.errors import InputError
-from kit.notebook.widgets import in_lab, publish
 from kit.slurm.run import Run
 from kit.watch import panels
 from kit.watch.alerts import Alert, alerts, tell
+from kit.watch.charts import Chart
+from kit.watch.display import in_lab, publish
 from kit.watch.online import sync
 from kit.watch.status import Standing
 

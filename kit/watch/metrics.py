@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kit.chart import Floats
 from kit.errors import InputError, KitError
-from kit.train.sampler import SLICE, Lines, Place, readings, statistics
-from kit.watch.series import Series
+from kit.watch.samples import CHUNK, Reading, SampleFile, parse_sample, parse_wandb_sample
+from kit.watch.series import Floats, Series
 from kit.watch.wandb_log import READ, Tail, find_logs
 
 WINDOW = READ  # the newest bytes of a long log, which are known before the rest is read
 LOOK = 5.0  # seconds between looks for new files while there is much to read: a folder may hold many runs
-Key = str | Place  # a logged name, or a node's reading
+Key = str | Reading  # a logged name, or a node's reading
 _WORDS = {b"true": 1.0, b"false": 0.0}
 
 
@@ -44,7 +43,7 @@ class Store:
         self._step = 0.0
         self._shift: float | None = 0.0  # from W&B's own steps to ours; None before the first row of a segment
         self._fresh: set[Key] = set()  # logged names that this segment has not brought yet
-        self._totals: dict[Place, tuple[float, float]] = {}  # unix time and GB
+        self._totals: dict[Reading, tuple[float, float]] = {}  # unix time and GB
 
     def line(self, key: Key, points: int) -> tuple[Floats, Floats]:
         """Steps and values of about `points` points, every extreme among them. An unknown key is an InputError."""
@@ -107,11 +106,11 @@ class Store:
 
     def samples(self, lines: Iterable[Any]) -> int:
         """Add lines of kit.train.sampler; how many of them were none. What a GPU does not tell has no point."""
-        found: dict[Place, tuple[list[float], list[float]]] = {}
+        found: dict[Reading, tuple[list[float], list[float]]] = {}
         damaged = 0
         for line in lines:
             try:
-                host, moment, told = line["host"], float(line["t"]), readings(line)
+                host, moment, told = line["host"], float(line["t"]), parse_sample(line)
             except (LookupError, TypeError, ValueError, AttributeError):
                 damaged += 1
                 continue
@@ -129,7 +128,7 @@ class Store:
 
     def statistics(self, host: str, told: dict[str, Any]) -> None:
         """Add what wandb samples itself; of totals their rate since the sample before."""
-        moment, (levels, totals) = told["_timestamp"], statistics(host, told)
+        moment, (levels, totals) = told["_timestamp"], parse_wandb_sample(host, told)
         for key, level in levels.items():
             self._add(key, array("d", [moment]), array("d", [level]))
         for key, total in totals.items():
@@ -162,11 +161,11 @@ class _Reader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.logs: dict[Path, _Log] = {}
-        self.nodes: dict[Path, Lines] = {}
+        self.nodes: dict[Path, SampleFile] = {}
         self._problem = ""
 
     @property
-    def tails(self) -> list[Tail | Lines]:
+    def tails(self) -> list[Tail | SampleFile]:
         return [*(log.tail for log in self.logs.values()), *self.nodes.values()]
 
     def poll(self) -> bool:
@@ -296,7 +295,7 @@ class Metrics(Store):
                 self._all.logs[path] = _Log(Tail(path))
         for path in self.place.glob("nodes/*.jsonl"):
             if path not in self._all.nodes:
-                self._all.nodes[path] = Lines(path)
+                self._all.nodes[path] = SampleFile(path)
 
     def _look_ahead(self) -> None:
         """Read the newest part of the newest log and of the samples, too, until everything else is read."""
@@ -305,7 +304,7 @@ class Metrics(Store):
         for path, log in list(self._all.logs.items())[-1:] if stepped or len(self._all.logs) == 1 else ():
             self._ahead.logs[path] = _Log(Tail(path, path.stat().st_size - WINDOW), log.host)
         for path in self._all.nodes:
-            self._ahead.nodes[path] = Lines(path, path.stat().st_size - SLICE)
+            self._ahead.nodes[path] = SampleFile(path, path.stat().st_size - CHUNK)
 
 
 def _expected_nodes(folder: Path) -> int:

@@ -3,7 +3,6 @@
 import math
 import textwrap
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kit.chart import BAD, COLOURS, GRID, INK, MUTED, POINTS, Chart, Drawn, Line, fluid, number, thin
 from kit.errors import InputError
+from kit.watch.charts import BAD, COLOURS, GRID, INK, MUTED, POINTS, Chart, DrawnLine, Line, number
 from kit.watch.metrics import Key
-from kit.watch.series import BLOCK, Series
+from kit.watch.samples import Reading
+from kit.watch.series import thin
 from kit.watch.status import Standing
 
 WIDTH, COLUMN, PANEL = 960, 490, 230  # pixels
@@ -112,7 +112,7 @@ def _load(runs: Sequence[Standing], view: View) -> Iterator[_Panel]:
             if (host, index, reading) in run.metrics.series:
                 label = f"{host} GPU {index}" if index != "cpu" else host
                 name = _named(run, label if len(places) <= len(COLOURS) else host, runs)
-                lines.append(_line(name, run, (host, index, reading), view, MINUTES, _named(run, label, runs)))
+                lines.append(_line(name, run, Reading(host, index, reading), view, MINUTES, _named(run, label, runs)))
         if reading == "mem_gib":
             lines += _capacity(runs)
         if lines or reading in ("util", "mem_gib"):
@@ -149,7 +149,7 @@ def _traffic(runs: Sequence[Standing], view: View) -> Iterator[_Panel]:
                     label = _named(run, f"{host} {way}", runs)
                     name = label if 1 < len(hosts) <= len(COLOURS) // 2 else _named(run, way, runs)
                     if (host, "cpu", reading) in run.metrics.series:
-                        lines.append(_line(name, run, (host, "cpu", reading), view, MINUTES, label))
+                        lines.append(_line(name, run, Reading(host, "cpu", reading), view, MINUTES, label))
         if any(np.any(np.asarray(line.y) > TRICKLE) for line in lines):
             yield title, MINUTES, "GB/s", 0.0, -math.inf, lines
 
@@ -165,18 +165,10 @@ def _line(name: str, run: Standing, key: Key, view: View, axis: str, label: str 
     begin, unit = (run.metrics.first_sample, 60.0) if axis == MINUTES else (0.0, 1.0)
     if axis in view.zoom and len(series.steps) > POINTS:
         low, high = (begin + unit * end for end in view.zoom[axis])
-        fine_x, fine_y = _stretch(series, low, high).thin(POINTS)
+        fine_x, fine_y = series.part(low, high).thin(POINTS)
         before, behind = x < low, x > high
         x, y = (np.concatenate([w[before], f, w[behind]]) for w, f in ((x, fine_x), (y, fine_y)))
-    return Line(name, (x - begin) / unit, y, label=label, bad=len(series.odd))
-
-
-def _stretch(series: Series, low: float, high: float) -> Series:
-    """The series from about one step to another."""
-    first, last = (bisect_left(series.steps, end) // BLOCK for end in (low, high))
-    points, blocks = slice(first * BLOCK, (last + 1) * BLOCK), slice(4 * first, 4 * (last + 1))
-    odd = slice(bisect_left(series.odd, low), bisect_left(series.odd, high))
-    return Series(series.steps[points], series.values[points], series.extremes[blocks], series.odd[odd])
+    return Line(name, (x - begin) / unit, y, label=label, not_finite=len(series.not_finite))
 
 
 def header(run: Standing) -> dict[str, Any]:
@@ -211,8 +203,9 @@ def svg(heads: Sequence[Mapping[str, Any]], warnings: Sequence[str], panels: Seq
         place = f"translate({i % 2 * COLUMN} {top + i // 2 * PANEL})"
         body += f'<g transform="{place}">{chart.svg(height=PANEL - 10)}</g>'
     height = top + PANEL * math.ceil(len(panels) / 2)
-    return fluid(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+    return (
+        f'<svg style="max-width:100%;height:auto" xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="sans-serif" font-size="12" fill="{MUTED}"><rect width="100%" height="100%" fill="#fff"/>'
         f"{body}</svg>"
     )
@@ -230,7 +223,7 @@ def text(heads: Sequence[Mapping[str, Any]], warnings: Sequence[str], panels: Se
     return "\n".join(lines)
 
 
-def _sparks(drawn: Drawn) -> str:
+def _sparks(drawn: DrawnLine) -> str:
     _, y = thin(drawn.x, drawn.y, 32)
     known = y[np.isfinite(y)]
     low, height = (known.min(), np.ptp(known) or 1.0) if len(known) else (0.0, 1.0)
@@ -250,7 +243,7 @@ def plain(chart: Chart) -> dict[str, Any]:
         "title": chart.title,
         "x_title": chart.x_title,
         "y_title": chart.y_title,
-        "bad": chart.bad,
+        "bad": chart.count_not_finite(),
         "noisy": chart.noisy,
     }
     return told | ends | {"lines": lines}

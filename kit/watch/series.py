@@ -1,68 +1,99 @@
-"""One metric's points, which only grow, and the few of them that a picture can show."""
+"""Series: the points of one metric, which only grow, and the few of them that a picture can show."""
 
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kit.chart import Floats, thin
-
-BLOCK = 128  # points; of each whole block the lowest and the highest are kept at hand
+Floats = NDArray[np.float64]
+BLOCK = 128  # points; the lowest and the highest of each complete block are kept at hand
+SHOWN_NOT_FINITE = 20  # at least so many of the values that are not finite survive thinning
 
 
 class Series(NamedTuple):
-    """One metric. Steps of a logged one are optimizer steps, those of a node's are unix times in seconds.
+    """One metric. Steps of a logged metric are optimizer steps, those of a node's reading are unix times in seconds.
 
-    It may be drawn in one thread while another one extends it.
+    One thread may extend it while others read it.
     """
 
     steps: "array[float]"
     values: "array[float]"
-    extremes: "array[float]"  # step, value of two points a block
-    odd: "array[float]"  # steps of the values that are not finite
+    extremes: "array[float]"  # step and value of the lowest and the highest point of each block, in order of steps
+    not_finite: "array[float]"  # steps of the values that are NaN or infinite
 
     @classmethod
     def empty(cls) -> "Series":
-        """Without points."""
+        """A series without points."""
         return cls(array("d"), array("d"), array("d"), array("d"))
 
     def extend(self, steps: Iterable[float], values: "array[float]") -> None:
-        """Add points; every step is at or behind the last one."""
+        """Add points, whose steps must not go back."""
         start = len(self.values)
         self.steps.extend(steps)
         self.values.extend(values)
         if not math.isfinite(sum(values)):
-            self.odd.extend(step for step, v in zip(self.steps[start:], values, strict=True) if not math.isfinite(v))
-        self._index()
+            added = zip(self.steps[start:], values, strict=True)
+            self.not_finite.extend(step for step, value in added if not math.isfinite(value))
+        self._index_blocks()
 
-    def _index(self) -> None:
-        done, whole = len(self.extremes) // 4, len(self.values) // BLOCK
-        if done < whole:
-            part = slice(done * BLOCK, whole * BLOCK)
-            x, y = (np.array(one[part]).reshape(-1, BLOCK) for one in (self.steps, self.values))
-            ends = np.argmin(np.where(np.isfinite(y), y, np.inf), 1), np.argmax(np.where(np.isfinite(y), y, -np.inf), 1)
-            order, rows = np.sort(np.stack(ends, 1), 1), np.arange(len(y))[:, None]
-            self.extremes.frombytes(np.stack([x[rows, order], y[rows, order]], 2).tobytes())
+    def _index_blocks(self) -> None:
+        indexed, complete = len(self.extremes) // 4, len(self.values) // BLOCK
+        if indexed == complete:
+            return
+        added = slice(indexed * BLOCK, complete * BLOCK)
+        steps, values = (np.array(column[added]).reshape(-1, BLOCK) for column in (self.steps, self.values))
+        finite = np.isfinite(values)
+        lowest = np.argmin(np.where(finite, values, np.inf), axis=1)
+        highest = np.argmax(np.where(finite, values, -np.inf), axis=1)
+        columns, rows = np.sort(np.stack([lowest, highest], 1), 1), np.arange(len(values))[:, None]
+        self.extremes.frombytes(np.stack([steps[rows, columns], values[rows, columns]], 2).tobytes())
 
     def cut(self, step: float) -> None:
-        """Drop the points from that step on: a run that resumes does them again."""
+        """Drop the points from that step on: a run that resumes repeats them."""
         keep = bisect_left(self.steps, step)
         del self.steps[keep:], self.values[keep:]
         del self.extremes[keep // BLOCK * 4 :]
-        del self.odd[bisect_left(self.odd, step) :]
+        del self.not_finite[bisect_left(self.not_finite, step) :]
+
+    def part(self, low: float, high: float) -> "Series":
+        """The series from about one step to another, in complete blocks."""
+        first, last = bisect_left(self.steps, low) // BLOCK, bisect_left(self.steps, high) // BLOCK + 1
+        points = slice(first * BLOCK, last * BLOCK)
+        not_finite = slice(bisect_left(self.not_finite, low), bisect_left(self.not_finite, high))
+        return Series(
+            self.steps[points], self.values[points], self.extremes[4 * first : 4 * last], self.not_finite[not_finite]
+        )
 
     def thin(self, points: int) -> tuple[Floats, Floats]:
-        """About `points` of the points: every extreme that so many can show, and some of those that are not finite."""
+        """Steps and values of about `points` points: every extreme that so many can show, and some that are NaN."""
         size = min(len(self.steps), len(self.values))
         if size < points * BLOCK // 2:
             return thin(self.steps[:size], self.values[:size], points)
-        rough = np.array(self.extremes).reshape(-1, 2)
-        rest = slice(len(rough) // 2 * BLOCK, size)
-        odd = np.array(self.odd[:: len(self.odd) // 20 + 1])
-        x = np.concatenate([self.steps[:1], rough[:, 0], self.steps[rest], odd])
-        y = np.concatenate([self.values[:1], rough[:, 1], self.values[rest], np.full(len(odd), np.nan)])
+        extremes = np.array(self.extremes).reshape(-1, 2)
+        rest = slice(len(extremes) // 2 * BLOCK, size)
+        not_finite = np.array(self.not_finite[:: len(self.not_finite) // SHOWN_NOT_FINITE + 1])
+        x = np.concatenate([self.steps[:1], extremes[:, 0], self.steps[rest], not_finite])
+        y = np.concatenate([self.values[:1], extremes[:, 1], self.values[rest], np.full(len(not_finite), np.nan)])
         order = np.argsort(x, kind="stable")
         return thin(x[order], y[order], points)
+
+
+def thin(x: Sequence[float] | Floats, y: Sequence[float] | Floats, points: int) -> tuple[Floats, Floats]:
+    """x and y of about `points` points: the extremes of equal parts, the ends, and some that are not finite."""
+    x, y = np.array(x, float), np.array(y, float)
+    if len(x) <= points:
+        return x, y
+    size = math.ceil(2 * len(y) / points)  # values in a part, of which the lowest and the highest stay
+    finite = np.isfinite(y)
+    starts = np.arange(0, len(y), size)
+    padded = np.full((2, len(starts) * size), np.inf)
+    padded[:, : len(y)] = np.where(finite, y, np.inf), np.where(finite, -y, np.inf)
+    extremes = padded.reshape(2, -1, size).argmin(axis=2) + starts
+    others = np.flatnonzero(~finite)
+    some = others[:: len(others) // SHOWN_NOT_FINITE + 1]
+    keep = np.unique(np.concatenate([extremes.ravel(), some, [0, len(y) - 1]]))
+    return x[keep], y[keep]

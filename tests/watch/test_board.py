@@ -18,13 +18,14 @@ import wandb
 from jupyter_client.manager import start_new_kernel
 
 from kit import files
-from kit.chart import Chart, Line, number, smoothed, thin, ticks
 from kit.cli import main
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.slurm.run import Run
 from kit.watch.board import watch
+from kit.watch.charts import Chart, Line, number, smoothed, ticks
 from kit.watch.panels import delta, plain
+from kit.watch.series import thin
 from tests.conftest import until
 from tests.watch.test_online import KEY
 

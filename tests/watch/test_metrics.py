@@ -357,13 +357,20 @@ def test_a_series_that_was_cut_is_as_if_the_rest_had_never_been():
     assert np.array_equal(long.thin(100), short.thin(100))
 
 
-def test_what_is_wrong_with_a_log_is_there_while_it_is_read_again(tmp_path):
+def test_the_problem_of_a_log_is_known_at_every_moment_while_it_is_read_again(tmp_path):
     (tmp_path / "run-x.wandb").write_bytes(b"something else")
-    metrics, told = Metrics(tmp_path), set()
+    metrics, problems, reads, stop = Metrics(tmp_path), set(), [], threading.Event()
     metrics.poll()
-    reader = threading.Thread(target=lambda: [metrics.poll() for _ in range(20)])
-    reader.start()
-    while reader.is_alive():
-        told.add(metrics.problem)
-    assert len(told) == 1
-    assert "not as a W&B log" in told.pop()
+
+    def read_again():
+        while not stop.is_set():
+            reads.append(metrics.poll())
+
+    reader = threading.Thread(target=read_again)
+    reader.start()  # it goes on until this thread has looked, however seldom that gets the processor
+    while len(reads) < 20 or not problems:
+        problems.add(metrics.problem)
+    stop.set()
+    reader.join()
+    (problem,) = problems
+    assert "not as a W&B log" in problem

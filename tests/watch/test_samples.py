@@ -1,0 +1,40 @@
+"""The format of node samples and the names of W&B's system metrics."""
+
+import json
+
+import pytest
+
+from kit.watch.samples import SampleFile, parse_wandb_sample
+
+
+def test_wandbs_own_statistics_have_our_names_and_units():
+    told = {  # names as wandb 0.31 writes them; those of GPUs are from its source, no machine of the tests has one
+        "cpu": 12.0, "proc.memory.rssMB": 2048.0, "proc.cpu.threads": 4, "memory_percent": 50.0,
+        "network.recv": 3e9, "network.sent": 1e9, "network.tcpRetransmits": 1,
+        "disk.sda.in": 1000.0, "disk.sdb.in": 1000.0, "disk.sda.out": 0.0, "disk./.usageGB": 30.0,
+        "gpu.3.gpu": 97.0, "gpu.3.memoryAllocatedBytes": 10 * 2**30, "gpu.3.powerWatts": 500.0, "gpu.3.temp": 60.0,
+        "gpu.3.memory": 40.0, "gpu.process.3.gpu": 1.0, "gpu.0.gpu/l:node-1": 5.0, "cpu/l:node-1": 6.0,
+    }  # fmt: skip
+    levels, totals = parse_wandb_sample("n", told)
+    assert levels == {
+        ("n", "cpu", "util"): 12.0, ("n", "cpu", "mem_gib"): 2.0, ("n", 3, "util"): 97.0, ("n", 3, "mem_gib"): 10.0,
+        ("n", 3, "power_w"): 500.0, ("n", 3, "temp_c"): 60.0,
+        ("node-1", 0, "util"): 5.0, ("node-1", "cpu", "util"): 6.0,
+    }  # fmt: skip
+    read = totals.pop(("n", "cpu", "disk_gb_s_read"))
+    assert read == pytest.approx(2000 * 2**20 / 1e9)
+    write = ("n", "cpu", "disk_gb_s_write")
+    assert totals == {("n", "cpu", "net_gb_s_in"): 3.0, ("n", "cpu", "net_gb_s_out"): 1.0, write: 0.0}
+
+
+def test_a_long_file_is_read_in_parts_and_from_the_middle(tmp_path):
+    path = tmp_path / "node1.jsonl"
+    whole = [{"t": i, "pad": "x" * 1000} for i in range(600)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in whole))
+    found, lines = [], SampleFile(path)
+    while part := lines.poll():
+        assert len(part) < 300
+        found += part
+    assert found == whole
+    assert lines.left == 0
+    assert SampleFile(path, path.stat().st_size - 2500).poll() == whole[-2:]
