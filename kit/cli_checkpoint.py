@@ -87,7 +87,7 @@ def time_load(options: argparse.Namespace) -> int:
 
 def time_save(options: argparse.Namespace) -> int:
     """`kit checkpoint save`."""
-    from kit.checkpoints.inspect import save_blocks
+    from kit.checkpoints.plan import save_blocks
     from kit.checkpoints.saving import time_save as measure
     from kit.forecast.timing import predict
     from kit.slurm.run import Run
@@ -105,7 +105,7 @@ def time_save(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """`kit checkpoint plan`."""
-    from kit.checkpoints.inspect import plan_for, plan_for_run
+    from kit.checkpoints.plan import plan_for, plan_for_run
     from kit.slurm.run import Run
 
     try:

@@ -1,142 +1,200 @@
-"""Checkpoints: what one holds, and whether it is whole."""
+"""Inspect a checkpoint: what it holds, what is wrong with it, and whether training can resume from it."""
 
 import re
-import statistics
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kit import files
-from kit.checkpoints.plan import Plan
-from kit.checkpoints.plan import plan as plan
-from kit.checkpoints.plan import plan_for as plan_for
-from kit.checkpoints.weights import Weights, read, sharded, weights
+from kit.checkpoints.formats import dcp
+from kit.checkpoints.formats.base import HARMLESS, Problem, ProblemKind, Weights, broken_link
+from kit.checkpoints.weights import read_headers, read_tensors
 from kit.errors import InputError
-from kit.slurm.run import Run
-from kit.watch.metrics import Metrics
-from kit.watch.series import Series
+from kit.show import Part, Result, Table
 
-STATE = "trainer_state.json"  # the Trainer writes it last: without it the save did not finish
+TRAINER_STATE = "trainer_state.json"  # the Trainer writes it last: without it the save did not finish
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What a checkpoint holds; problems are sentences."""
+class Inspection(Result):
+    """What a checkpoint holds and what is wrong with it.
 
+    `bytes` are those of the tensors. Where `values_read` is False, nothing is known of the values: they may be NaN.
+    """
+
+    path: Path
     format: str
     tensors: int
     bytes: int
     ranks: int
     lora_tensors: int
     dtypes: dict[str, int]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    values_read: bool
+
+    @property
+    def kinds(self) -> frozenset[ProblemKind]:
+        """The kinds of the problems."""
+        return frozenset(problem.kind for problem in self.problems)
+
+    @property
+    def all_finite(self) -> bool | None:
+        """True if no tensor holds NaN or infinity, None where the values were not read."""
+        return ProblemKind.NOT_FINITE not in self.kinds if self.values_read else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"problems": list(self.problems)}
+        """The object that `kit checkpoint inspect --json` prints."""
+        return {
+            "format": self.format,
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "ranks": self.ranks,
+            "lora_tensors": self.lora_tensors,
+            "dtypes": self.dtypes,
+            "problems": [problem.message for problem in self.problems],
+            "values_read": self.values_read,
+        }
+
+    def parts(self) -> Iterable[Part]:
+        """A table of the contents, then one of the problems."""
+        values = {None: "not read", True: "all finite", False: "not all finite"}[self.all_finite]
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in self.dtypes.items())
+        columns = ("format", "tensors", "LoRA tensors", "dtypes", "GB", "saved by ranks", "values")
+        row = (self.format, self.tensors, self.lora_tensors, dtypes, self.bytes / 1e9, self.ranks, values)
+        yield Table(columns, [row], title=str(self.path), marks={0: "bad"} if self.problems else {})
+        if not self.problems:
+            yield "No problems."
+            return
+        yield Table(("problem", "details"), [(problem.kind.value, problem.message) for problem in self.problems])
 
 
 def inspect(path: Path, values: bool = False, world: int = 0) -> Inspection:
-    """What is there and what is wrong with it; `values` reads every tensor too, `world` is how many ranks saved.
+    """Describe a checkpoint and list its problems.
 
-    Raises InputError for no weights, KitError for files that may not be read.
+    `values` reads every tensor too and looks for NaN, infinity and an untrained adapter; this is skipped for files
+    that cannot be read. `world` is the number of ranks that saved, 0 where it is not known.
+    Raises InputError where there are no weights, KitError where files may not be read.
     """
     path = Path(path)
-    held = weights(path)
-    problems = [*_faults(path, held, world), *_hidden(held)]
-    if values and not held.faults:
-        bad, untrained = judge(read(held, held.tensors))
-        problems += [NOT_FINITE.format(len(bad), ", ".join(bad[:3]))] if bad else []
-        problems += [UNTRAINED] if untrained else []
-    lora = sum("lora_" in name for name in held.tensors)
-    dtypes = dict(Counter(entry.dtype for entry in held.tensors.values()))
-    ranks = len({p.name.rpartition("_")[0] for p in held.files}) if held.format == "dcp" else 1
-    return Inspection(held.format, len(held.tensors), held.bytes, ranks, lora, dtypes, tuple(problems))
+    weights = read_headers(path)
+    problems = [*_resume_problems(path, weights, world), *_hidden_files(weights)]
+    values_read = values and not weights.problems
+    if values_read:
+        problems += check_values(read_tensors(weights, weights.tensors))
+    ranks = len({file.name.rpartition("_")[0] for file in weights.files}) if weights.format == "dcp" else 1
+    return Inspection(
+        path=path,
+        format=weights.format,
+        tensors=len(weights.tensors),
+        bytes=weights.bytes,
+        ranks=ranks,
+        lora_tensors=sum("lora_" in name for name in weights.tensors),
+        dtypes=dict(Counter(tensor.dtype for tensor in weights.tensors.values())),
+        problems=tuple(problems),
+        values_read=values_read,
+    )
 
 
-NOT_FINITE = "{} tensors hold NaN or infinity: {}."
-UNTRAINED = "Every lora_B is zero: the adapter is untrained and changes nothing."
-
-
-def judge(named: Iterable[tuple[str, Any]]) -> tuple[list[str], bool]:
-    """(names with values that are not finite, whether there are lora_B tensors and all are zero)."""
+def check_values(tensors: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Problems of kind NOT_FINITE and UNTRAINED, from (name, tensor) pairs that are read once."""
     import torch
 
-    bad, outputs = [], []
-    for name, tensor in named:
+    not_finite, trained = [], []
+    for name, tensor in tensors:
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            bad.append(name)
+            not_finite.append(name)
         if "lora_B" in name or "lora_embedding_B" in name:
-            outputs.append(bool(tensor.any()))
-    return bad, bool(outputs) and not any(outputs)
-
-
-def _faults(path: Path, held: Weights, world: int = 0) -> Iterator[str]:
-    """What makes a checkpoint unfit to load or resume from."""
-    yield from held.faults
-    if not held.tensors:
-        yield f"{path} holds 0 tensors that can be read."
-    elif held.format == "peft adapter" and not any("lora_" in name for name in held.tensors):
-        yield f"{path} holds no LoRA tensors."
-    if path.is_dir() and (re.fullmatch(r"checkpoint-\d+", path.name) or (path / STATE).exists()):
-        yield from _step_faults(path)
-        parts, states = sorted(path.glob("optimizer_*/")), len(list(path.glob("rng_state*.pth")))
-        for part in parts:
-            yield from sharded([part]).faults
-        if not parts and not any(path.rglob("*optim*")):
-            yield f"{path} has no optimizer state, without which training would go on as if it had just begun."
-        if world and states != world:  # each rank writes its own, and none waits for the others
-            yield f"{path} holds the random state of {states} of {world} ranks."
-        for file in (p for p in sorted(path.iterdir()) if p.is_file()):
-            if not file.stat().st_size:
-                yield f"{file} is empty."
-            elif file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
-                yield f"{file} is cut off, or no file of torch.save."
-
-
-def _step_faults(path: Path) -> Iterator[str]:
-    if not (path / STATE).is_file():
-        yield f"{path} has no {STATE}: the save did not finish."
-        return
-    try:
-        step = dict(files.read_json(path / STATE)).get("global_step")
-    except (InputError, ValueError) as error:
-        yield f"{path / STATE} is damaged ({error})."
-        return
-    if path.name != f"checkpoint-{step}" and path.name.startswith("checkpoint-"):
-        yield f"{path / STATE} is of step {step}: two checkpoints lie in one folder."
-
-
-def _hidden(held: Weights) -> Iterator[str]:
-    for path in held.files:
-        mode = path.stat().st_mode
-        if files.umask_mode() & 0o040 & ~mode:
-            yield f"{path} has mode {mode & 0o777:04o}, which hides it from the group; chmod g+r it."
+            trained.append(bool(tensor.any()))
+    problems = []
+    if not_finite:
+        message = f"{len(not_finite)} tensors hold NaN or infinity: {', '.join(not_finite[:3])}."
+        problems.append(Problem(ProblemKind.NOT_FINITE, message))
+    if trained and not any(trained):
+        message = "Every lora_B is zero: the adapter is untrained and changes nothing."
+        problems.append(Problem(ProblemKind.UNTRAINED, message))
+    return problems
 
 
 def complete(path: Path, world: int = 0) -> bool:
-    """Whether training, on so many ranks, may resume from this checkpoint-N folder. Mode bits do not count.
+    """True if training on `world` ranks (0: any number) can resume from this checkpoint-N folder.
 
-    Raises KitError where its files may not be read.
+    Mode bits do not count. Raises KitError where files may not be read.
     """
     try:
-        return not any(_faults(path, weights(path), world)) and (path / STATE).is_file()
+        problems = [*_resume_problems(path, read_headers(path), world)]
     except InputError:
         return False
+    return (path / TRAINER_STATE).is_file() and all(problem.kind in HARMLESS for problem in problems)
 
 
-def save_blocks(run: Run) -> dict[int, float]:
-    """Seconds for which each save blocked training, by step, from the run's W&B log."""
-    metrics = Metrics(run.path)
-    while metrics.poll():
-        pass
-    blocks = metrics.series.get("train/save_blocked_s", Series.empty())
-    return dict(zip(map(int, blocks.steps), blocks.values, strict=True))
+def _resume_problems(path: Path, weights: Weights, world: int) -> Iterator[Problem]:
+    """What makes a checkpoint unfit to load, or to resume from."""
+    yield from weights.problems
+    if not weights.tensors:
+        yield Problem(ProblemKind.NO_TENSORS, f"{path} holds 0 tensors that can be read.")
+    elif weights.format == "peft adapter" and not any("lora_" in name for name in weights.tensors):
+        yield Problem(ProblemKind.NO_LORA, f"{path} holds no LoRA tensors.")
+    if not path.is_dir() or not (re.fullmatch(r"checkpoint-\d+", path.name) or (path / TRAINER_STATE).exists()):
+        return  # a model or an adapter
+    yield from _trainer_state_problems(path)
+    yield from _optimizer_problems(path)
+    states = len(list(path.glob("rng_state*.pth")))
+    if world and states != world:  # each rank writes its own and waits for no other
+        message = f"{path} holds the random state of {states} of {world} ranks."
+        yield Problem(ProblemKind.MISSING_RANKS, message)
+    yield from _file_problems(path)
 
 
-def plan_for_run(run: Run) -> Plan:
-    """The plan for a run's recipe and cluster, by the median of what its saves have blocked training for."""
-    return plan_for(run.recipe, run.cluster, statistics.median(save_blocks(run).values() or [0]))
+def _trainer_state_problems(path: Path) -> Iterator[Problem]:
+    file = path / TRAINER_STATE
+    if not file.is_file():
+        yield Problem(ProblemKind.UNFINISHED_SAVE, f"{path} has no {TRAINER_STATE}: the save did not finish.")
+        return
+    try:
+        state = files.read_json(file)
+    except InputError as error:
+        yield Problem(ProblemKind.DAMAGED_FILE, f"{file} is damaged ({error}).")
+        return
+    if not isinstance(state, dict):
+        yield Problem(ProblemKind.DAMAGED_FILE, f"{file} is damaged (not a JSON object).")
+        return
+    step = state.get("global_step")
+    if path.name.startswith("checkpoint-") and path.name != f"checkpoint-{step}":
+        message = f"{file} is of step {step}: the folder holds two checkpoints."
+        yield Problem(ProblemKind.MIXED_SAVES, message)
+
+
+def _optimizer_problems(path: Path) -> Iterator[Problem]:
+    sharded = sorted(path.glob("optimizer_*/"))
+    for folder in sharded:
+        yield from dcp.read_headers([folder]).problems
+    if not sharded and not any(path.rglob("*optim*")):
+        message = f"{path} has no optimizer state; resumed training would restart its moments from zero."
+        yield Problem(ProblemKind.NO_OPTIMIZER, message)
+
+
+def _file_problems(path: Path) -> Iterator[Problem]:
+    """Empty, truncated and broken files next to the weights."""
+    for file in sorted(path.iterdir()):
+        if file.is_symlink() and not file.exists():
+            yield broken_link(file)
+        elif not file.is_file():
+            continue
+        elif not file.stat().st_size:
+            yield Problem(ProblemKind.EMPTY_FILE, f"{file} is empty.")
+        elif file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+            yield Problem(ProblemKind.DAMAGED_FILE, f"{file} is truncated or not a file of torch.save.")
+
+
+def _hidden_files(weights: Weights) -> Iterator[Problem]:
+    group_read = 0o040
+    if not files.umask_mode() & group_read:
+        return
+    for file in weights.files:
+        mode = file.stat().st_mode
+        if not mode & group_read:
+            message = f"{file} has mode {mode & 0o777:04o}, so your group cannot read it; run chmod g+r."
+            yield Problem(ProblemKind.HIDDEN_FROM_GROUP, message)

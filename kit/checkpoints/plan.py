@@ -1,10 +1,14 @@
 """Interval: how often to save, the bound that decides, what it costs, and what a restart has to read."""
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
+from kit.slurm.run import Run
+from kit.watch.metrics import Metrics
+from kit.watch.series import Series
 
 MTBF_GPU_HOURS = 54 * 24 * 16_384 / 419  # Llama 3 (arXiv 2407.21783, 3.3.4): 419 unexpected interruptions in 54 days
 RESTORE_GB_S = {  # as published set-ups give them: Oracle's mount targets (80 Gb/s each, four for 8 nodes), 100 GbE
@@ -173,3 +177,17 @@ def plan_for(recipe: Recipe, cluster: Cluster, blocked_s: float = 0) -> Plan:
             gb=gb, ranks=ranks, each=gb / ranks, shard=p.gpus_per_node, part=gb / p.gpus_per_node
         ),
     )  # fmt: skip
+
+
+def save_blocks(run: Run) -> dict[int, float]:
+    """Seconds for which each save blocked training, by step, from the run's W&B log."""
+    metrics = Metrics(run.path)
+    while metrics.poll():
+        pass
+    blocks = metrics.series.get("train/save_blocked_s", Series.empty())
+    return dict(zip(map(int, blocks.steps), blocks.values, strict=True))
+
+
+def plan_for_run(run: Run) -> Plan:
+    """The plan for a run's recipe and cluster, by the median of what its saves have blocked training for."""
+    return plan_for(run.recipe, run.cluster, statistics.median(save_blocks(run).values() or [0]))

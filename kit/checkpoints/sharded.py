@@ -24,7 +24,9 @@ from torch.futures import Future
 from torch.serialization import skip_data
 
 from kit.checkpoints import pagecache
-from kit.checkpoints.weights import Entry, Piece, Weights, dcp_metadata, dcp_pieces, load_piece, pieces, weights
+from kit.checkpoints.formats import dcp
+from kit.checkpoints.formats.base import Piece, TensorInfo, Weights, join_messages
+from kit.checkpoints.weights import load_piece, pieces, read_headers
 from kit.errors import KitError
 
 BLOCK = 4 << 20  # bytes of one read: large enough for the device, small enough that all threads share one tensor
@@ -53,7 +55,7 @@ def load_sharded(
     `group`, where given, all want the same rows: each reads its share and hands it to the others.
     Raises KitError for a harmed checkpoint.
     """
-    held = weights(Path(path))
+    held = read_headers(Path(path))
     boxes = {name: rows(entry.shape, rank, world) for name, entry in held.tensors.items()}
     if group is None:
         return _load(held, boxes, device)
@@ -83,12 +85,12 @@ def rows(shape: tuple[int, ...], rank: int, world: int) -> tuple[int, int]:
 
 def load_balanced(path: Path, rank: int, world: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Whole tensors, spread over the ranks by `balance`."""
-    held = weights(Path(path))
+    held = read_headers(Path(path))
     names = balance(held.tensors, world)[rank]
     return _load(held, {name: rows(held.tensors[name].shape, 0, 1) for name in names}, device)
 
 
-def balance(tensors: dict[str, Entry], world: int) -> list[list[str]]:
+def balance(tensors: dict[str, TensorInfo], world: int) -> list[list[str]]:
     """The names of whole tensors for each rank, even in bytes: the largest first, each to the rank with least."""
     bins: list[list[str]] = [[] for _ in range(world)]
     sizes = [0] * world
@@ -101,8 +103,8 @@ def balance(tensors: dict[str, Entry], world: int) -> list[list[str]]:
 
 def _load(held: Weights, boxes: dict[str, tuple[int, int]], device: str) -> dict[str, torch.Tensor]:
     """New tensors of the named rows."""
-    if held.faults:
-        raise KitError(f"This checkpoint cannot be loaded: {' '.join(held.faults)}")
+    if held.problems:
+        raise KitError(f"This checkpoint cannot be loaded: {join_messages(held.problems)}")
     places, state, cuts = pieces(held), {}, []
     found = iter(_located([(p, b - a) for name, box in boxes.items() for p, a, b in _overlaps(places[name], *box)]))
     for name, (first, last) in boxes.items():
@@ -124,7 +126,7 @@ def _overlaps(places: list[Piece], first: int, last: int) -> Iterator[tuple[Piec
             yield piece, max(first, low), min(last, low + size)
 
 
-def _empty(entry: Entry, length: int, device: str, parts: list[tuple[Piece, int, int]]) -> torch.Tensor:
+def _empty(entry: TensorInfo, length: int, device: str, parts: list[tuple[Piece, int, int]]) -> torch.Tensor:
     """Memory for rows; on the CPU in huge pages, and as far into a page as the only part's bytes lie in the file."""
     dtype, shape = getattr(torch, entry.dtype), (length, *entry.shape[1:]) if entry.shape else ()
     size = math.prod(shape) * dtype.itemsize
@@ -236,7 +238,7 @@ class _File(AbstractContextManager["_File"]):
         descriptor = self.plain if plain or self.direct < 0 else self.direct
         views: list[Any] = [buffer.numpy() for buffer in buffers]
         if os.preadv(descriptor, views, position) < wanted:
-            raise KitError(f"{self.path} was cut off while it was read: {position + wanted} bytes are needed.")
+            raise KitError(f"{self.path} was truncated while it was read: {position + wanted} bytes are needed.")
 
 
 _local = threading.local()
@@ -256,8 +258,8 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """The checkpoint's Metadata. Raises InputError where it is absent, damaged or asks for foreign classes."""
-        metadata = dcp_metadata(Path(self.path))
-        self.places = dcp_pieces(Path(self.path), metadata)
+        metadata = dcp.read_metadata(Path(self.path))
+        self.places = dcp.stored_pieces(Path(self.path), metadata)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -21,8 +21,10 @@ import psutil
 
 from kit.chart import COLOURS, GRID, INK, LIMIT, fluid, frame, number, ticks
 from kit.checkpoints import pagecache
+from kit.checkpoints.formats.base import Weights, join_messages
+from kit.checkpoints.formats.torch_files import load as torch_file
 from kit.checkpoints.processes import Row, fresh, join
-from kit.checkpoints.weights import Weights, torch_file, weights
+from kit.checkpoints.weights import read_headers
 from kit.errors import InputError, KitError
 
 _BLOCK = 4 << 20
@@ -133,9 +135,9 @@ def _need_gpus(ranks: int) -> None:
 
 
 def _sound(path: Path) -> Weights:
-    held = weights(path)
-    if held.faults or not held.tensors:
-        raise KitError(f"{path} cannot be timed: {' '.join(held.faults) or 'it holds no tensors.'}")
+    held = read_headers(path)
+    if held.problems or not held.tensors:
+        raise KitError(f"{path} cannot be timed: {join_messages(held.problems) or 'it holds no tensors.'}")
     return held
 
 
@@ -381,7 +383,7 @@ def sample(method: str, path: str, state: str, device: str) -> Row:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
         torch.empty(1, device=device)
     importlib.import_module(_PACKAGES.get(method, "torch"))
-    job = Job(weights(Path(path)), Path(path), *join(device), device)
+    job = Job(read_headers(Path(path)), Path(path), *join(device), device)
     (pagecache.evict if state == "cold" else pagecache.warm)(job.held.files)
     residency = pagecache.residency(job.held.files)
     if job.world > 1:

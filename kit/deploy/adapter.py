@@ -14,8 +14,7 @@ from typing import Any
 from kit import files
 from kit.checkpoints import inspect as checkpoint
 from kit.checkpoints import weights
-from kit.checkpoints.inspect import NOT_FINITE, UNTRAINED
-from kit.checkpoints.weights import Weights
+from kit.checkpoints.formats.base import ProblemKind, Weights, join_messages
 from kit.config import models as model
 from kit.errors import KitError
 from kit.slurm.run import Run
@@ -43,18 +42,17 @@ def export(source: Path, out: Path, name: str = "") -> Path:
     config = source / ("" if name == "default" else name) / CONFIG
     if not config.is_file():
         raise KitError(f"{config} is not there; save the PEFT config so, as kit's training does.")
-    held = weights.weights(source)
-    if held.faults:
-        raise KitError(f"The adapter in {source} cannot be exported: {' '.join(held.faults)}")
+    held = weights.read_headers(source)
+    if held.problems:
+        raise KitError(f"The adapter in {source} cannot be exported: {join_messages(held.problems)}")
     settings, expected = files.read_json(config), _expected(config)
     names = _adapter_names(held, source, name, expected or {})
     _check(names, held, expected or _paired(names.values(), settings, settings["target_modules"]), source)
-    tensors = {names[key]: tensor.contiguous() for key, tensor in weights.read(held, names)}
-    bad, untrained = checkpoint.judge(tensors.items())
-    if bad:
-        raise KitError(f"{source}: {NOT_FINITE.format(len(bad), ', '.join(bad[:3]))} Export an earlier checkpoint.")
-    if untrained:
-        warnings.warn(f"{source}: {UNTRAINED}", stacklevel=2)
+    tensors = {names[key]: tensor.contiguous() for key, tensor in weights.read_tensors(held, names)}
+    for problem in checkpoint.check_values(tensors.items()):
+        if problem.kind is not ProblemKind.UNTRAINED:
+            raise KitError(f"{source}: {problem} Export an earlier checkpoint.")
+        warnings.warn(f"{source}: {problem}", stacklevel=2)
     with files.new_folder(Path(out)) as folder:
         _save(tensors, folder / WEIGHTS)
         shutil.copyfile(config, folder / CONFIG)
@@ -174,9 +172,10 @@ def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0) -> 
     adapter, origin, out = Path(adapter), Path(model.source(str(base))), Path(out)
     config, settings = files.read_json(adapter / CONFIG), files.read_json(origin / "config.json")
     _check_mergeable(config, adapter)
-    held = weights.weights(origin)
-    if held.format != "safetensors" or held.faults:
-        raise KitError(f"{origin} cannot be merged into: {' '.join(held.faults) or 'it holds no safetensors files.'}")
+    held = weights.read_headers(origin)
+    if held.format != "safetensors" or held.problems:
+        reason = join_messages(held.problems) or "it holds no safetensors files."
+        raise KitError(f"{origin} cannot be merged into: {reason}")
     _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings)
     turned = bool(config.get("fan_in_fan_out")) or settings.get("model_type") in _TURNED
     updates = _updates(adapter, config, origin, held, turned)
@@ -211,7 +210,7 @@ def _write_shards(stream: Iterator[tuple[str, Any]], shards: list[int], size: in
 
 
 def _stream(outputs: Outputs, held: Weights) -> Iterator[tuple[str, Any]]:
-    for source, tensor in weights.read(held, held.tensors):
+    for source, tensor in weights.read_tensors(held, held.tensors):
         for name, update in outputs[source].items():
             copy = tensor.clone() if len(outputs[source]) > 1 else tensor
             yield name, update(copy) if update else copy
@@ -254,10 +253,11 @@ def _fit(origin: Path, held: Weights, name: str, *shapes: tuple[int, ...]) -> tu
 
 def _updates(adapter: Path, config: dict[str, Any], origin: Path, held: Weights, turned: bool) -> dict[str, Update]:
     """{base tensor: update}; `turned`: weights are in x out. Raises KitError for tensors that merging does not know."""
-    if (saved := weights.weights(adapter)).faults:
-        raise KitError(f"{adapter} cannot be merged: {' '.join(saved.faults)}")
+    saved = weights.read_headers(adapter)
+    if saved.problems:
+        raise KitError(f"{adapter} cannot be merged: {join_messages(saved.problems)}")
     _check({name: name for name in saved.tensors}, saved, _paired(saved.tensors, config), adapter)
-    tensors = {n.removeprefix("base_model.model."): t for n, t in weights.read(saved, saved.tensors)}
+    tensors = {n.removeprefix("base_model.model."): t for n, t in weights.read_tensors(saved, saved.tensors)}
     updates: dict[str, Update] = {}
     for name, tensor in tensors.items():
         module, lora, part = name.partition(".lora_")
@@ -325,7 +325,7 @@ def push(adapter: Path, repo: str) -> str:
     if not repo or not token:
         raise KitError(f"Nothing was pushed: set {'HF_TOKEN to a token that may write' if repo else 'a repository'}.")
     if problems := checkpoint.inspect(Path(adapter), values=True).problems:
-        raise KitError(f"Nothing was pushed: {' '.join(problems)}")
+        raise KitError(f"Nothing was pushed: {join_messages(problems)}")
     try:
         return str(upload_folder(repo_id=repo, folder_path=adapter, token=token))
     except Exception as error:  # no network, no such repository, no right to write: the hub's own words follow

@@ -33,6 +33,7 @@ from trl import SFTConfig, SFTTrainer
 from kit import files
 from kit.checkpoints import inspect as checkpoint
 from kit.checkpoints import sharded as shards
+from kit.checkpoints.formats.base import ProblemKind
 from kit.config import models as model
 from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset
@@ -199,7 +200,8 @@ def finish_checkpoint(path: Path, trained: Any, values: bool = False) -> None:
     found = checkpoint.inspect(path, world=world)
     if values and not found.problems and found.bytes < READ_BACK:
         found = checkpoint.inspect(path, values=True, world=world)
-    problems = [p for p in found.problems if p != checkpoint.UNTRAINED]  # as it is while the learning rate warms up
+    # untrained, as it is while the learning rate warms up
+    problems = [p.message for p in found.problems if p.kind is not ProblemKind.UNTRAINED]
     expected = sum("lora_" in name for name, _ in trained.named_parameters()) if config else 0
     if found.lora_tensors != expected:
         problems.append(f"it holds {found.lora_tensors} of {expected} adapter tensors")

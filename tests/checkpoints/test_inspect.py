@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kit.checkpoints import inspect as checkpoint
-from kit.checkpoints import weights
+from kit.checkpoints import plan, weights
+from kit.checkpoints.formats.base import ProblemKind, join_messages
 from kit.cli import main
 from kit.errors import InputError, KitError
 from kit.slurm import launch as slurm
@@ -102,7 +103,7 @@ def copy(variant: str, tmp_path: Path) -> Path:
 
 
 def problems(path: Path, **options: int) -> str:
-    return " ".join(checkpoint.inspect(path, **options).problems)
+    return join_messages(checkpoint.inspect(path, **options).problems)
 
 
 @pytest.mark.parametrize(("variant", "tensors", "lora"), [("adapter", 16, 16), ("uneven", 16, 16), ("full", 37, 16)])
@@ -134,8 +135,8 @@ def test_values_read_from_uneven_shards_are_those_that_dcp_loads():
     import torch.distributed.checkpoint as dcp
 
     for variant in ("uneven", "full"):
-        held = weights.weights(fsdp2_saves() / variant / "checkpoint-2")
-        mine = dict(weights.read(held, held.tensors))
+        held = weights.read_headers(fsdp2_saves() / variant / "checkpoint-2")
+        mine = dict(weights.read_tensors(held, held.tensors))
         theirs = {name: torch.full_like(tensor, math.nan) for name, tensor in mine.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that one process is one process
@@ -165,9 +166,9 @@ def test_an_empty_dcp_save_is_a_problem_and_never_complete(tmp_path):
 
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 @pytest.mark.parametrize(("harm", "words"), [
-    (lambda shard: os.truncate(shard, shard.stat().st_size - 1), "is cut off"),
+    (lambda shard: os.truncate(shard, shard.stat().st_size - 1), "is truncated"),
     (lambda shard: os.truncate(shard, 0), "is empty"),
-    (lambda shard: shard.unlink(), "is not there, though .metadata names it"),
+    (lambda shard: shard.unlink(), "does not exist, but .metadata names it"),
     (lambda shard: shard.with_name(".metadata").unlink(), "has no .metadata"),
     (lambda shard: os.truncate(shard.with_name(".metadata"), 500), "is damaged"),
 ])  # fmt: skip
@@ -196,14 +197,14 @@ def test_an_empty_file_beside_the_weights_is_a_problem(tmp_path):
 def test_metadata_of_another_kind_is_found(tmp_path, content):
     folder = copy("adapter", tmp_path)
     (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(content))
-    assert "is damaged or no checkpoint's metadata" in problems(folder)
+    assert "is damaged or not the metadata of a checkpoint" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
 def test_a_checkpoint_without_its_optimizer_is_never_complete(tmp_path):
     folder = copy("adapter", tmp_path)
     shutil.rmtree(folder / "optimizer_0")
-    assert "has no optimizer state, without which training would go on as if it had just begun" in problems(folder)
+    assert "has no optimizer state; resumed training would restart its moments from zero" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
@@ -214,7 +215,7 @@ def test_a_state_file_that_was_cut_off_is_found(tmp_path):
     torch.save({"last_epoch": 2}, folder / "scheduler.pt")
     assert problems(folder) == ""
     os.truncate(folder / "scheduler.pt", 200)
-    assert "scheduler.pt is cut off, or no file of torch.save" in problems(folder)
+    assert "scheduler.pt is truncated or not a file of torch.save" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
@@ -245,7 +246,9 @@ def test_files_of_a_person_who_lets_nobody_read_are_told_as_such_and_not_as_dama
         )
         command = [sys.executable, "-c", code, str(folder)]
         said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert said.stdout.count("may not be read by you: it has mode 0000 and belongs to root") == 2, said.stderr
+        assert (
+            said.stdout.count("You may not read ") == said.stdout.count("it has mode 0000 and belongs to root") == 2
+        ), said.stderr
         assert said.stdout.startswith("1 ")
 
 
@@ -300,7 +303,7 @@ def test_safetensors_headers_are_read_without_torch_and_cut_files_found(tmp_path
     found = checkpoint.inspect(folder)
     assert (found.format, found.tensors, found.dtypes) == ("safetensors", 20, {"float32": 20})
     os.truncate(path, path.stat().st_size - 1)
-    assert "is cut off" in problems(path)
+    assert "is truncated" in problems(path)
     os.truncate(path, 4)
     assert "without a header" in problems(path)
 
@@ -316,13 +319,13 @@ def test_a_shard_that_the_index_names_and_that_is_absent_is_a_problem(tmp_path):
     shards = sorted((tmp_path / "two").glob("*.safetensors"))
     assert len(shards) > 2
     shards[1].unlink()
-    assert f"{shards[1]} is not there" in problems(tmp_path / "two")
+    assert f"{shards[1]} does not exist" in problems(tmp_path / "two")
 
 
 def test_two_models_in_one_folder_are_a_problem(tmp_path):
     folder = make_base(tmp_path / "model")
     shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
-    assert "two models lie in one folder" in problems(folder)
+    assert "the folder holds two models" in problems(folder)
 
 
 def test_torch_files_are_described_and_nested_ones_flattened(tmp_path):
@@ -344,7 +347,7 @@ def test_a_shard_that_metadata_does_not_name_is_of_another_save(tmp_path):
     folder = copy("adapter", tmp_path)
     part = folder / "pytorch_model_fsdp_0"
     shutil.copy(part / "__1_0.distcp", part / "__2_0.distcp")
-    assert "__2_0.distcp is of another save than .metadata" in problems(folder)
+    assert "__2_0.distcp is not of the same save as .metadata" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
@@ -352,7 +355,7 @@ def test_shards_of_another_save_under_the_same_names_are_found(tmp_path):
     folder = copy("adapter", tmp_path)
     other = fsdp2_saves() / "full" / "checkpoint-2" / "pytorch_model_fsdp_0"
     shutil.copy(other / "__1_0.distcp", folder / "pytorch_model_fsdp_0" / "__1_0.distcp")
-    assert "__1_0.distcp is of another save than .metadata: two lie in one folder" in problems(folder)
+    assert "__1_0.distcp is not of the same save as .metadata: the folder holds two saves" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
@@ -360,14 +363,14 @@ def test_metadata_of_another_save_is_found(tmp_path):
     folder = copy("adapter", tmp_path)
     other = fsdp2_saves() / "full" / "checkpoint-2" / "pytorch_model_fsdp_0"
     shutil.copy(other / ".metadata", folder / "pytorch_model_fsdp_0" / ".metadata")
-    assert "is cut off" in problems(folder)
+    assert "is truncated" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
 def test_the_state_of_another_step_is_found(tmp_path):
     folder = copy("adapter", tmp_path)
     (folder / "trainer_state.json").write_text('{"global_step": 4}')
-    assert "trainer_state.json is of step 4: two checkpoints lie in one folder" in problems(folder)
+    assert "trainer_state.json is of step 4: the folder holds two checkpoints" in problems(folder)
     assert not checkpoint.complete(folder)
 
 
@@ -385,10 +388,10 @@ def test_shards_of_two_models_without_an_index_are_a_problem(tmp_path):
 
     for name in ("model-00001-of-00002", "model-00001-of-00003"):
         save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
-    assert "holds 2 shards, not those of one save" in problems(tmp_path)
+    assert "holds 2 shards that are not all shards of one save" in problems(tmp_path)
     (tmp_path / "model-00001-of-00003.safetensors").unlink()
-    assert "holds 1 shards, not those of one save" in problems(tmp_path)
-    assert "not those" not in problems(tmp_path / "model-00001-of-00002.safetensors")
+    assert "holds 1 shards that are not all shards of one save" in problems(tmp_path)
+    assert "not all shards" not in problems(tmp_path / "model-00001-of-00002.safetensors")
 
 
 def test_a_torch_file_that_would_run_code_is_not_run(tmp_path):
@@ -405,23 +408,119 @@ def test_a_torch_file_that_would_run_code_is_not_run(tmp_path):
 
 def test_a_file_cut_off_after_its_header_was_read_is_an_error_and_no_crash(tmp_path):
     path = make_base(tmp_path / "model") / "model.safetensors"
-    held = weights.weights(path)
-    stream = weights.read(held, held.tensors)
+    held = weights.read_headers(path)
+    stream = weights.read_tensors(held, held.tensors)
     next(stream)
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(KitError, match="was cut off while it was read"):
+    with pytest.raises(KitError, match="was truncated while it was read"):
         dict(stream)
+
+
+TENSOR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+def write_safetensors(path: Path, header: object, size: int) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    path.chmod(0o644)
+    return path
+
+
+@pytest.mark.parametrize(("header", "size", "kind"), [
+    ([TENSOR], 16, ProblemKind.DAMAGED_FILE),
+    ({"a": 7}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": {"dtype": "F32", "shape": [4]}}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": TENSOR | {"data_offsets": [0]}}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": TENSOR | {"data_offsets": ["0", "16"]}}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": TENSOR | {"dtype": 7}}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": TENSOR | {"shape": None}}, 16, ProblemKind.DAMAGED_FILE),
+    ({"a": TENSOR, "b": TENSOR | {"data_offsets": [8, 24]}}, 24, ProblemKind.DAMAGED_FILE),  # they overlap
+    ({"a": TENSOR, "b": TENSOR | {"data_offsets": [24, 40]}}, 40, ProblemKind.DAMAGED_FILE),  # a gap
+    ({"a": TENSOR | {"shape": [5]}}, 16, ProblemKind.DAMAGED_FILE),  # 20 bytes are needed
+    ({"a": TENSOR}, 15, ProblemKind.TRUNCATED_FILE),
+    ({"a": TENSOR}, 17, ProblemKind.DAMAGED_FILE),
+])  # fmt: skip
+def test_a_safetensors_file_that_safetensors_refuses_has_one_problem(tmp_path, header, size, kind):
+    from safetensors import SafetensorError, safe_open
+
+    path = write_safetensors(tmp_path / "model.safetensors", header, size)
+    with pytest.raises(SafetensorError):
+        safe_open(path, "pt").__enter__()
+    found = checkpoint.inspect(path)
+    assert [p.kind for p in found.problems if p.kind is not ProblemKind.NO_TENSORS] == [kind]
+    assert str(path) in str(found.problems[0])
+    assert not found.tensors
+
+
+def test_a_sound_safetensors_file_has_no_problems(tmp_path):
+    from safetensors import safe_open
+
+    header = {"__metadata__": {"format": "pt"}, "a": TENSOR, "none": TENSOR | {"shape": [0], "data_offsets": [16, 16]}}
+    path = write_safetensors(tmp_path / "model.safetensors", header, 16)
+    with safe_open(path, "pt") as opened:
+        assert set(opened.keys()) == {"a", "none"}
+    assert (checkpoint.inspect(path).problems, checkpoint.inspect(path).tensors) == ((), 2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "__0_0.distcp"])
+def test_a_link_to_a_file_that_is_gone_is_a_problem(tmp_path, name):
+    (tmp_path / name).symlink_to("gone")
+    found = checkpoint.inspect(tmp_path)
+    assert ProblemKind.MISSING_FILE in found.kinds
+    assert "is a symbolic link to gone, which does not exist" in str(found.problems[0])
+    assert ProblemKind.MISSING_FILE in checkpoint.inspect(tmp_path / name).kinds
+
+
+def test_a_broken_link_in_a_checkpoint_makes_it_incomplete(tmp_path):
+    folder = copy("adapter", tmp_path)
+    (folder / "scheduler.pt").symlink_to("gone")
+    assert checkpoint.inspect(folder).kinds == {ProblemKind.MISSING_FILE}
+    assert not checkpoint.complete(folder)
+
+
+@pytest.mark.parametrize("content", [
+    {"metadata": {}}, {"weight_map": None}, {"weight_map": {"a": 1}}, [], None, "not JSON"
+])  # fmt: skip
+def test_an_index_without_a_weight_map_is_a_problem(tmp_path, content):
+    text = content if content == "not JSON" else json.dumps(content)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    found = checkpoint.inspect(tmp_path)
+    assert found.kinds == {ProblemKind.DAMAGED_FILE, ProblemKind.NO_TENSORS}
+    assert "model.safetensors.index.json" in str(found.problems[0])
+
+
+def test_a_tensor_that_the_index_names_and_no_shard_holds_is_a_problem(tmp_path):
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", {"a": TENSOR}, 16)
+    index = {"weight_map": dict.fromkeys(("a", "lm_head.weight"), "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = checkpoint.inspect(tmp_path)
+    assert found.kinds == {ProblemKind.MISSING_TENSOR}
+    assert "names 1 tensors that no shard holds, such as lm_head.weight" in str(found.problems[0])
+
+
+def test_an_inspection_says_whether_it_read_the_values(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"bad": torch.tensor([math.nan])}, path)
+    unread, read = checkpoint.inspect(path), checkpoint.inspect(path, values=True)
+    assert (unread.values_read, unread.all_finite) == (False, None)
+    assert (read.values_read, read.all_finite) == (True, False)
+    assert "not read" in str(unread) and "not all finite" in str(read)
+    save_file({"good": torch.ones(1)}, path)
+    assert checkpoint.inspect(path, values=True).all_finite is True
 
 
 @pytest.mark.slow
 def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next_start(recipe, local, capsys):
     run = slurm.launch(recipe.override(**{"schedule.keep": 2}), local)  # two ranks, saves at steps 2 and 4
     assert slurm.wait(run, timeout=400).state == "COMPLETED", run.log.read_text()
-    blocks = checkpoint.save_blocks(run)
+    blocks = plan.save_blocks(run)
     assert list(blocks) == [2, 4]
     assert all(0 < seconds < 60 for seconds in blocks.values())
     assert f"saved checkpoint-4, for which training waited {blocks[4]:.2f} s" in run.log.read_text()
-    found = checkpoint.plan_for_run(run)
+    found = plan.plan_for_run(run)
     assert found.blocked_s == pytest.approx(sum(blocks.values()) / 2)
     assert found.write_s >= found.blocked_s
     assert main(["checkpoint", "plan", str(run.path)]) == 0

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from kit.checkpoints import pagecache, weights
 from kit.checkpoints import sharded as shards
-from kit.checkpoints.weights import Entry
+from kit.checkpoints.formats.base import TensorInfo
 from kit.errors import InputError, KitError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def rows_of(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 @pytest.mark.parametrize("source", ["one", "rows", "columns", "safetensors", "lit_model.pth"])
 def test_every_rank_gets_the_rows_that_fsdp2_gives_it(source, world, cold):
     path = saves() / source
-    (pagecache.evict if cold else pagecache.warm)(weights.weights(path).files)
+    (pagecache.evict if cold else pagecache.warm)(weights.read_headers(path).files)
     prefix = "model." if source == "lit_model.pth" else ""
     for rank in range(world):
         state = shards.load_sharded(path, rank, world)
@@ -231,7 +231,7 @@ def large(tmp_path):
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_all_ranks_together_read_each_byte_once(large, world):
-    held = weights.weights(large)
+    held = weights.read_headers(large)
     pagecache.evict(held.files)
     if pagecache.residency(held.files) > 0.01:
         pytest.skip(f"{large} lies on a file system that keeps its pages (tmpfs), so nothing can be cold there")
@@ -245,7 +245,7 @@ def test_all_ranks_together_read_each_byte_once(large, world):
 
 
 def test_what_is_in_memory_already_is_not_read_from_the_device(large):
-    held = weights.weights(large)
+    held = weights.read_headers(large)
     pagecache.warm(held.files)
     before = pagecache.device_bytes()
     shards.load_sharded(large)
@@ -284,18 +284,18 @@ def test_a_file_system_in_memory_works_too():
 def test_a_harmed_checkpoint_is_not_loaded(tmp_path):
     folder = Path(shutil.copytree(saves() / "one", tmp_path / "one"))
     os.truncate(folder / "__0_0.distcp", 1 << 20)
-    with pytest.raises(KitError, match=r"cannot be loaded: .*__0_0.distcp is cut off"):
+    with pytest.raises(KitError, match=r"cannot be loaded: .*__0_0.distcp is truncated"):
         shards.load_sharded(folder)
 
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_a_file_cut_off_while_it_is_read_is_an_error_and_no_crash(tmp_path, cold):
     path = Path(shutil.copy(saves() / "safetensors" / "model.safetensors", tmp_path / "model.safetensors"))
-    places = weights.pieces(weights.weights(path))
+    places = weights.pieces(weights.read_headers(path))
     os.truncate(path, 1 << 20)
     (pagecache.evict if cold else pagecache.warm)([path])
     target = torch.empty(1003, 768, dtype=torch.bfloat16)
-    with pytest.raises(KitError, match=r"model.safetensors was cut off while it was read"):
+    with pytest.raises(KitError, match=r"model.safetensors was truncated while it was read"):
         shards.read_into([shards.Cut(target, places["embed"][0], (0, 0))])
 
 
@@ -343,7 +343,7 @@ def test_a_folder_without_a_checkpoint_is_a_wrong_call(tmp_path):
 
 @given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 16))
 def test_tensors_are_spread_evenly_in_bytes_and_the_same_way_each_time(sizes, world):
-    held = {f"t{n}": Entry("uint8", (size,), size) for n, size in enumerate(sizes)}
+    held = {f"t{n}": TensorInfo("uint8", (size,), size) for n, size in enumerate(sizes)}
     bins = shards.balance(held, world)
     assert sorted(name for names in bins for name in names) == sorted(held)
     loads = [sum(held[name].bytes for name in names) for names in bins]

@@ -94,7 +94,7 @@ def test_every_method_of_a_format_brings_the_same_tensors(source):
 
     import torch
 
-    held = weights.weights(saves() / source)
+    held = weights.read_headers(saves() / source)
     sizes = sorted(tensor.nbytes for tensor in tensors().values())
     for name in loadtime.known(held.format):
         with warnings.catch_warnings():
@@ -125,7 +125,9 @@ def test_a_spread_state_is_timed_for_each_node_and_mount():
 def test_each_nodes_rate_is_that_of_its_own_ranks(model_file):
     one = {"residency": 1, "call": 1, "asked": 0, "device": 0}
     rows = [one | {"node": n, "wanted": 10**9, "touched": s} for n, s in (("a", 1), ("a", 2), ("b", 4))]
-    found = loadtime._load_time(weights.weights(model_file), model_file, "spread", 3, "cpu", [rows], [1.0], "pread")
+    found = loadtime._load_time(
+        weights.read_headers(model_file), model_file, "spread", 3, "cpu", [rows], [1.0], "pread"
+    )
     assert found.node_gb_s == {"a": 1.0, "b": 0.25}
     assert found.gb_s == 0.75
     assert str(found).endswith("by node: a 1.00, b 0.25")
@@ -140,7 +142,7 @@ def test_an_unknown_method_and_a_harmed_file_are_not_timed(model_file):
     with pytest.raises(InputError, match="there are load_file"):
         loadtime.time_load(model_file, ["magic"])
     os.truncate(model_file, 1 << 20)
-    with pytest.raises(KitError, match="is cut off"):
+    with pytest.raises(KitError, match="is truncated"):
         loadtime.time_load(model_file)
 
 
@@ -253,7 +255,7 @@ def test_the_command_times_paths_side_by_side_and_says_what_they_tell(model_file
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--method", "magic"], 2, "No method magic for safetensors here; there are load_file"),
     (["--ranks", "2,0"], 2, "argument --ranks: invalid"),
-    (["absent"], 2, "absent is not there"),
+    (["absent"], 2, "absent does not exist"),
 ])  # fmt: skip
 def test_a_wrong_call_of_the_command_exits_2(model_file, capsys, words, code, message):
     try:
@@ -266,7 +268,7 @@ def test_a_wrong_call_of_the_command_exits_2(model_file, capsys, words, code, me
 def test_the_command_exits_1_for_a_file_that_is_cut_off(model_file, capsys):
     os.truncate(model_file, 1 << 20)
     assert main(["checkpoint", "time", str(model_file)]) == 1
-    assert "is cut off" in capsys.readouterr().err
+    assert "is truncated" in capsys.readouterr().err
 
 
 @pytest.mark.slow
