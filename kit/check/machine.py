@@ -20,8 +20,9 @@ from typing import Any
 
 import psutil
 
+from kit.check.facts import Finding
 from kit.checkpoints import pagecache
-from kit.config.cluster import Cluster, Finding
+from kit.config.cluster import Cluster
 from kit.errors import KitError
 
 SIZE, BLOCK, LIMIT = 256 << 20, 8 << 20, 2.0  # bytes of a trial file, bytes a call, seconds to write it and to read it

@@ -23,9 +23,11 @@ import tomli_w
 
 from kit import files
 from kit.bars import Bars
+from kit.check.controller import detect
+from kit.check.facts import Finding
 from kit.check.machine import look, topology
 from kit.config import schema
-from kit.config.cluster import Cluster, Finding, Nodes, detect
+from kit.config.cluster import Cluster, Nodes
 from kit.errors import InputError, KitError
 from kit.slurm import environment as jobscript
 

@@ -1,143 +1,192 @@
 """Recipe: what to train. Model, data, tuning method, parallelism and schedule, from one TOML file."""
 
-import dataclasses
 import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
+from annotated_types import Ge, Le
+from pydantic import AfterValidator
 
 from kit.config import schema
-from kit.config.schema import at_least
+from kit.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, table
 from kit.errors import InputError
 
 
-@dataclass(frozen=True)
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError("it names folders, so use letters, digits, dots, dashes and underscores.")
+    return name
+
+
+@table
 class Model:
-    """The base model. `name` is a hub id, a folder with config.json, or a config.json."""
+    """The base model."""
 
     name: str
+    """Hub id, folder with config.json, or path of a config.json (random weights of that shape)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the frozen weights and of the computation; CPU ranks always use float32."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """transformers' attn_implementation."""
 
 
-@dataclass(frozen=True)
+@table
 class Data:
-    """The conversations. `tokens` and `eval_tokens` are known sizes, for forecasts before anything is prepared."""
+    """The conversations or documents."""
 
     source: str
+    """Hub id, file or folder."""
     source_format: Literal[
         "auto", "oasst_trees", "oasst_messages", "messages", "sharegpt", "alpaca", "prompt_completion", "text"
     ] = "auto"
+    """Format of the rows; auto recognises it by their keys."""
     lang: str = ""
-    seq_len: int = at_least(8, 2048)
+    """Drop conversations in another language than this one, such as en; empty keeps all."""
+    seq_len: Annotated[int, Ge(8)] = 2048
+    """Tokens of a packed row."""
     packing: bool = True
+    """Put several conversations into one row, isolated from each other by position ids."""
     loss: Literal["assistant", "all"] = "assistant"
+    """Tokens that the loss counts."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
-    eval_fraction: float = at_least(0, 0.05, most=0.5)
-    tokens: int = at_least(0, 0)
-    eval_tokens: int = at_least(0, 0)
+    """What happens to a conversation of more than seq_len tokens."""
+    eval_fraction: Annotated[float, Ge(0), Le(0.5)] = 0.05
+    """Part of the conversations that is held out for evaluation."""
+    tokens: NonNegativeInt = 0
+    """Known tokens of the train split, for forecasts before anything is prepared; 0 is unknown."""
+    eval_tokens: NonNegativeInt = 0
+    """Known tokens of the eval split, for forecasts before anything is prepared; 0 is unknown."""
 
 
-@dataclass(frozen=True)
+@table
 class Tuning:
-    """How the weights change. r, alpha, dropout and target_modules count for lora and qlora alone."""
+    """How the weights change. All keys but method apply to lora and qlora alone."""
 
     method: Literal["full", "lora", "qlora"] = "lora"
-    r: int = at_least(1, 16)
-    alpha: int = at_least(1, 32)
-    dropout: float = at_least(0, 0.05, most=1)
+    """Which weights are trained."""
+    r: PositiveInt = 16
+    """Rank of the LoRA matrices."""
+    alpha: PositiveInt = 32
+    """LoRA scale: the update is multiplied by alpha / r."""
+    dropout: Fraction = 0.05
+    """Dropout on the input of the LoRA matrices."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the linear layers that get LoRA matrices."""
 
 
-@dataclass(frozen=True)
+@table
 class Parallel:
-    """How the work is spread. gpus_per_node counts processes where there are no GPUs."""
+    """How the work is spread over ranks."""
 
     strategy: Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "fsdp2"
+    """How the model is replicated or sharded."""
     sharding: Literal["full", "grad_op", "hybrid"] = "full"
-    nodes: int = at_least(1, 1)
-    gpus_per_node: int = at_least(1, 1)
+    """FSDP: shard parameters as well (full), gradients and optimizer alone (grad_op), or within a node (hybrid)."""
+    nodes: PositiveInt = 1
+    """Nodes of the job."""
+    gpus_per_node: PositiveInt = 1
+    """GPUs of each node; processes of each node where there are no GPUs."""
     activation_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
     offload: bool = False
+    """Keep parameters, gradients and optimizer state in CPU memory."""
 
 
-@dataclass(frozen=True)
+@table
 class Schedule:
-    """Steps, batches and the optimizer. max_steps = 0 takes them from the epochs; save_every = 0 saves at the end."""
+    """Steps, batches and the optimizer."""
 
-    epochs: float = at_least(0, 1.0)
-    max_steps: int = at_least(0, 0)
-    micro_batch: int = at_least(1, 1)
-    grad_accum: int = at_least(1, 1)
-    eval_batch: int = at_least(1, 1)
+    epochs: NonNegativeFloat = 1.0
+    """Passes over the train split, where max_steps is 0."""
+    max_steps: NonNegativeInt = 0
+    """Optimizer steps of the run; 0 takes them from epochs."""
+    micro_batch: PositiveInt = 1
+    """Rows of a rank in one forward pass."""
+    grad_accum: PositiveInt = 1
+    """Forward passes of an optimizer step."""
+    eval_batch: PositiveInt = 1
+    """Rows of a rank in one forward pass of an evaluation."""
     optimizer: str = "adamw_torch_fused"  # foreach AdamW over DTensors ran out of 80 GB on an 8B full fine-tune
-    lr: float = at_least(0, 5e-5)
+    """transformers' optim."""
+    lr: NonNegativeFloat = 5e-5
+    """Peak learning rate."""
     scheduler: str = "cosine"
-    warmup_ratio: float = at_least(0, 0.03, most=1)
-    weight_decay: float = at_least(0, 0.01)
-    eval_every: int = at_least(0, 0)
-    save_every: int = at_least(0, 0)
-    keep: int = at_least(1, 3)
-    log_every: int = at_least(1, 1)
-    seed: int = at_least(0, 42)
+    """transformers' lr_scheduler_type."""
+    warmup_ratio: Fraction = 0.03
+    """Part of the steps in which the learning rate rises to lr."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of the optimizer."""
+    eval_every: NonNegativeInt = 0
+    """Optimizer steps between evaluations; 0 evaluates at the end."""
+    save_every: NonNegativeInt = 0
+    """Optimizer steps between checkpoints; 0 saves at the end."""
+    keep: PositiveInt = 3
+    """Newest checkpoints that are kept."""
+    log_every: PositiveInt = 1
+    """Optimizer steps between logged rows."""
+    seed: NonNegativeInt = 42
+    """Seed of the weights, of dropout and of the order of rows."""
 
 
-@dataclass(frozen=True)
+@table
 class Recipe:
-    """What to train. Raises InputError for an unknown key or a bad value, naming it and the valid ones."""
+    """What to train."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_folder_name)]
+    """Name of the recipe; run folders and datasets begin with it."""
     model: Model
     data: Data
     tuning: Tuning = field(default_factory=Tuning)
     parallel: Parallel = field(default_factory=Parallel)
     schedule: Schedule = field(default_factory=Schedule)
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise InputError(
-                f"name is {self.name!r}; it names folders, so use letters, digits, dots, dashes and underscores."
-            )
-
     @classmethod
     def load(cls, name: "str | Path | Recipe", /, **overrides: Any) -> "Recipe":
-        """From a file or the name of a shipped recipe; overrides as in `override`."""
+        """Return the recipe of a file, or a shipped one by name; overrides as in `override`.
+
+        Raises InputError for an unknown key or a bad value, with the valid ones.
+        """
         if isinstance(name, Recipe):
             return name.override(**overrides)
         path = schema.find(name, "recipes")
         return schema.build(cls, schema.read_toml(path), str(path)).override(**overrides)
 
     def override(self, /, **changes: Any) -> "Recipe":
-        """A copy with dotted keys replaced, such as {"schedule.max_steps": 20}; text is read by the field's type."""
+        """Return a copy with dotted keys replaced, such as {"schedule.max_steps": 20}.
+
+        Text is read as the type of its key. Raises InputError for an unknown key or a bad value.
+        """
         tables = schema.as_dict(self)
         for key, value in changes.items():
-            table, _, name = key.rpartition(".")
-            section: Any = getattr(self, table, None) if table else self
-            known = [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
-            if name not in known:
-                beside = [k for k in self.keys() if table and k.startswith(f"{table}.")]
-                raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, beside or self.keys())}")
-            kind = schema.types_of(type(section))[name]
-            value = schema.parse(value, kind, f"override: {key}") if isinstance(value, str) else value
-            (tables[table] if table else tables)[name] = value
+            section_name, _, name = key.rpartition(".")
+            section: Any = getattr(self, section_name, None) if section_name else self
+            kinds = schema.types_of(section)
+            if name not in kinds:
+                raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, self._keys_of(section_name))}")
+            typed = schema.parse(value, kinds[name], f"override: {key}") if isinstance(value, str) else value
+            (tables[section_name] if section_name else tables)[name] = typed
         return schema.build(type(self), tables, "override") if changes else self
 
     def keys(self) -> list[str]:
         """Every key, dotted."""
         tables = schema.as_dict(self)
-        return ["name"] + [f"{t}.{k}" for t, v in tables.items() if isinstance(v, dict) for k in v]
+        return ["name"] + [f"{t}.{k}" for t, values in tables.items() if isinstance(values, dict) for k in values]
+
+    def _keys_of(self, section: str) -> list[str]:
+        """The dotted keys of a table; all keys where there is no such table."""
+        return [key for key in self.keys() if section and key.startswith(f"{section}.")] or self.keys()
 
     def toml(self) -> str:
         """The recipe as a file that loads to an equal recipe."""
         return tomli_w.dumps(schema.as_dict(self))
 
     def digest(self) -> str:
-        """sha256 over every value."""
+        """sha256 over every value, in hexadecimal."""
         return hashlib.sha256(json.dumps(schema.as_dict(self), sort_keys=True).encode()).hexdigest()
 
     @property
@@ -145,14 +194,14 @@ class Recipe:
         """Ranks: nodes x GPUs of each."""
         return self.parallel.nodes * self.parallel.gpus_per_node
 
+    @property
+    def batch(self) -> int:
+        """Rows of an optimizer step: ranks x micro batch x accumulation."""
+        return self.world_size * self.schedule.micro_batch * self.schedule.grad_accum
+
     def optimizer_steps(self, rows: int) -> int:
-        """Steps of the whole run for a train split of this many rows, as transformers' Trainer counts them."""
+        """Optimizer steps of the run for a train split of this many rows, as transformers' Trainer counts them."""
         if self.schedule.max_steps:
             return self.schedule.max_steps
         batches = math.ceil(rows / (self.world_size * self.schedule.micro_batch))
         return math.ceil(self.schedule.epochs * max(1, math.ceil(batches / self.schedule.grad_accum)))
-
-    @property
-    def batch(self) -> int:
-        """Rows an optimizer step: ranks x micro batch x accumulation."""
-        return self.world_size * self.schedule.micro_batch * self.schedule.grad_accum

@@ -4,12 +4,11 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
 
-from kit.config.cluster import Cluster
+from kit.config.cluster import Cluster, gres_for
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
@@ -158,7 +157,7 @@ def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:
         "--requeue",
     ]
     if cluster.nodes.gpus and slurm.gres:
-        lines.append(f"--gres={re.sub(r':[0-9]+$', '', slurm.gres)}:{parallel.gpus_per_node}")
+        lines.append(f"--gres={gres_for(slurm.gres, parallel.gpus_per_node)}")
     lines += ["--exclusive", "--mem=0"] if cluster.nodes.gpus and share == 1 else []
     for option, value in (("partition", slurm.partition), ("time", slurm.time), ("account", slurm.account)):
         lines += [f"--{option}={value}"] if value else []

@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 
-from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from tests.conftest import REPOSITORY
@@ -22,13 +21,6 @@ def test_every_shipped_recipe_loads_and_survives_a_round_trip(path, tmp_path):
     assert load(tmp_path, recipe.toml()) == recipe
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "env/clusters").glob("*.toml")), ids=lambda p: p.stem)
-def test_every_shipped_cluster_loads_and_survives_a_round_trip(path, tmp_path):
-    cluster = Cluster.load(path)
-    (tmp_path / "c.toml").write_text(cluster.toml())
-    assert Cluster.load(tmp_path / "c.toml") == cluster
-
-
 def test_three_keys_are_enough(tmp_path):
     recipe = load(tmp_path, MINIMAL)
     assert recipe.schedule.optimizer == "adamw_torch_fused"
@@ -43,7 +35,15 @@ def test_three_keys_are_enough(tmp_path):
         (MINIMAL + "[schedule]\nmicro_batch = 0\n", ["micro_batch", "0", "at least 1"]),
         (MINIMAL + '[schedule]\nlr = "1e-4"\n', ["lr", "'1e-4'", "a number"]),
         (MINIMAL + "[schedule]\nmicro_batch = true\n", ["micro_batch", "True", "a whole number"]),
-        (MINIMAL + "[schedule]\nwarmup_ratio = 1.5\n", ["warmup_ratio", "between 0 and 1"]),
+        (MINIMAL + "[schedule]\nwarmup_ratio = 1.5\n", ["schedule.warmup_ratio", "between 0 and 1"]),
+        (MINIMAL + "[schedule]\nlr = nan\n", ["schedule.lr", "nan", "a finite number"]),
+        (MINIMAL + "[schedule]\nweight_decay = inf\n", ["schedule.weight_decay", "inf", "a finite number"]),
+        (MINIMAL + "[parallel]\noffload = 1\n", ["parallel.offload", "is 1", "true or false"]),
+        (MINIMAL + "[schedule]\nmax_steps = 2.0\n", ["schedule.max_steps", "2.0", "a whole number"]),
+        (MINIMAL + '[tuning]\ntarget_modules = ["q_proj", 3]\n', ["tuning.target_modules[1]", "is 3", "text"]),
+        (MINIMAL + '[tuning]\ntarget_modules = "q_proj"\n', ["tuning.target_modules", "'q_proj'", "a list"]),
+        (MINIMAL.replace("[model]\nname", "model"), ["r.toml", "model", "'m'", "a table"]),
+        (MINIMAL.replace('"m"', "2026-01-01"), ["r.toml", "2026-01-01", "date", "quotes"]),
         ('name = "x"\n[data]\nsource = "s"\n', ["model", "missing"]),
         (MINIMAL.replace('"x"', '"a b"'), ["name", "'a b'", "letters"]),
         ("name = ?\n", ["r.toml", "not valid TOML", "line 1"]),
@@ -53,6 +53,54 @@ def test_a_wrong_recipe_is_named_with_the_nearest_valid_word(tmp_path, text, wor
     with pytest.raises(InputError) as caught:
         load(tmp_path, text)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_every_fault_of_a_recipe_is_named_at_once(tmp_path):
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, MINIMAL + "[schedule]\nlr = nan\nmicro_batch = 0\n[tuning]\nranks = 1\n")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3 and all(line.startswith(f"{tmp_path / 'r.toml'}: ") for line in lines)
+
+
+def test_an_int_is_a_float(tmp_path):
+    recipe = load(tmp_path, MINIMAL + "[schedule]\nepochs = 2\n")
+    assert recipe.schedule.epochs == 2.0 and type(recipe.schedule.epochs) is float
+
+
+def test_a_copy_with_a_bad_value_is_refused_as_well(tmp_path):
+    recipe = load(tmp_path, MINIMAL)
+    with pytest.raises(ValueError, match="micro_batch"):
+        dataclasses.replace(recipe.schedule, micro_batch=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule.lr": "nan"}, ["schedule.lr", "a finite number"]),
+        ({"schedule.max_steps": "many"}, ["override: schedule.max_steps", "'many'", "a whole number"]),
+        ({"schedule.max_steps": -1}, ["override: schedule.max_steps", "-1", "at least 0"]),
+        ({"schedule.max_steps": "2.0"}, ["override: schedule.max_steps", "'2.0'", "a whole number"]),
+        ({"data.packing": "yes"}, ["override: data.packing", "'yes'", "true or false"]),
+        ({"model.dtype": "bf16"}, ["override: model.dtype", "'bf16'", "did you mean 'bfloat16'"]),
+    ],
+)
+def test_a_bad_override_names_the_key_and_what_is_valid(tmp_path, changes, words):
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, MINIMAL).override(**changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+DIGESTS = {
+    "demo": "15f45543bf8c68394bee6be9d9a670d13d578ee27e66c81cd0422071e6a42134",
+    "llama405b-oasst2": "ad9835a35af416b35930c7a18938fc281857330aaa30db87ba5113a97471ce1a",
+    "llama70b": "91d8e7fad0b1ab4ca5be5cc5dbb309cb831f18779757495c240a671781923d7e",
+    "llama8b": "9d3298abdba2aeb8d9017065c72ec2ca309d0475ec9a761019ccb821edae1a39",
+}
+
+
+@pytest.mark.parametrize(("name", "digest"), DIGESTS.items())
+def test_a_recipe_keeps_the_digest_that_run_folders_have_recorded(name, digest):
+    assert Recipe.load(name).digest() == digest
 
 
 def test_an_unknown_recipe_name_lists_the_shipped_ones():

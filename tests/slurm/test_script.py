@@ -1,5 +1,4 @@
 import dataclasses
-import math
 import os
 import re
 import shlex
@@ -9,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from kit.config.cluster import Cluster, Container, Slurm
+from kit.config.cluster import Cluster, Container
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.forecast.timing import predict
@@ -55,6 +54,13 @@ def test_part_of_a_node_leaves_the_rest_to_others(tmp_path):
     assert "--exclusive" not in script
 
 
+def test_a_job_asks_for_the_recipes_gpus_and_for_the_other_resources_of_the_profile(tmp_path):
+    recipe, cluster = big(**{"parallel.gpus_per_node": 4, "parallel.nodes": 1})
+    slurm = dataclasses.replace(cluster.slurm, gres="gpu:a100:8,nvme:1")
+    script = script_of(recipe, dataclasses.replace(cluster, slurm=slurm), tmp_path)
+    assert "#SBATCH --gres=gpu:a100:4,nvme:1\n" in script
+
+
 def test_each_node_meets_the_others_at_slurms_address_before_anything_runs(run):
     script = render_script(run)
     batch_side, node_side = script.split("bash -c '")
@@ -69,16 +75,6 @@ def test_set_up_lines_may_read_unset_variables_and_the_rest_may_not(recipe, loca
     setup = script[script.index("set +u") : script.index("# The head's")]
     done = subprocess.run(["bash", "-c", f"set -u\n{setup}\necho $NEVER_SET"], capture_output=True, text=True)
     assert done.stdout == "before[]\n" and "NEVER_SET: unbound variable" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("30", 1800), ("2:30", 150), ("48:00:00", 172800), ("1-2", 93600), ("1-2:30", 95400), ("1-0:0:1", 86401),
-     ("", math.inf), ("UNLIMITED", math.inf)],
-)  # fmt: skip
-def test_a_time_limit_is_read_as_sbatch_reads_it(limit, seconds):
-    """Source: sbatch(1), --time."""
-    assert Slurm(time=limit).limit_s == seconds
 
 
 def test_slurm_warns_in_time_for_two_steps_and_saves_and_never_before_half_of_the_limit(recipe, local, tmp_path):
