@@ -89,17 +89,16 @@ def predict(options: argparse.Namespace) -> int:
     recipe = recipe_of(options)
     prepared = find_prepared(recipe)
     found = forecast(recipe, Cluster.load(options.cluster), prepared.manifest if prepared else None)
-    show(options, found.as_dict(), found.lines())
+    show(options, found.as_dict(), [str(found)])
     return int(found.as_dict()["memory"]["verdict"] == "does not fit")
 
 
 def tune(options: argparse.Namespace) -> int:
     """`kit tune`: exit 1 where nothing fits."""
-    from kit.forecast.tune import table
     from kit.forecast.tune import tune as settings_that_fit
 
     found = settings_that_fit(recipe_of(options), Cluster.load(options.cluster), options.nodes)
-    show(options, {"choices": [c.as_dict() for c in found]}, [table(found)])
+    show(options, found.as_dict(), [str(found)])
     return int(not found)
 
 

@@ -62,6 +62,9 @@ class Table:
             table.add_row(*[Text(format_cell(value)) for value in row], style=style)
         return table
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/plain": str(self)}
+
     def html(self) -> str:
         """The table as an HTML fragment that takes its colours from the page."""
         numeric = self._numeric_columns()

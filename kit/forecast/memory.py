@@ -23,6 +23,7 @@ TILE_TOKENS, TILE_VOCAB = 4096, 32768  # the logits tile of TRL's fused LM head 
 WORKSPACE = 64 * 2**20  # cuBLAS takes 32 MiB on Hopper for each of two threads, forward and autograd
 STATE_COPIES = {"adamw": 2.0, "lion": 1.0, "sgd": 0.0, "adafactor": 0.0}  # optimizer state over parameters
 Terms = dict[str, float]
+Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Memory:
     peak_phase: str
     terms_gib: Terms
     capacity_gib: float
-    verdict: Literal["fits", "tight", "does not fit"]
+    verdict: Verdict
     cheapest_fix: str
     phases_gib: dict[str, Terms]
     warnings: tuple[str, ...]
@@ -284,7 +285,11 @@ def _forecast(s: Shape, recipe: Recipe, cluster: Cluster) -> Memory:
     capacity = cluster.nodes.ram_gib / recipe.parallel.gpus_per_node if cpu else cluster.nodes.gpu_memory_gib
     guess = sharded and recipe.tuning.method == "qlora"  # one published run took 10 GiB more than the arithmetic
     sure = device[1] <= capacity and not guess and not _foreach_hazard(s, recipe, cpu)
-    verdict: Any = "does not fit" if device[0] > capacity else "fits" if sure else "tight"
+    verdict: Verdict = "fits" if sure else "tight"
+    if device[0] > capacity:
+        verdict = "does not fit"
+    if not capacity:  # a profile that does not give the memory of its GPUs
+        verdict = "unknown"
     return Memory(allocated, reserved, device, peak, found[peak], capacity, verdict, "", found, warnings)
 
 
@@ -299,6 +304,8 @@ def _foreach_hazard(s: Shape, recipe: Recipe, cpu: bool) -> bool:
 
 def _warnings(s: Shape, recipe: Recipe, cluster: Cluster) -> Iterator[str]:
     p, nodes = recipe.parallel, cluster.nodes
+    if nodes.gpus and not nodes.gpu_memory_gib:
+        yield f"Cluster {cluster.name} gives no nodes.gpu_memory_gib, so there is no verdict."
     if s.unknown:
         yield f"This forecast is a bound: {s.unknown}"
     yield from s.notes
@@ -363,4 +370,6 @@ def memory(recipe: Recipe, cluster: Cluster) -> Memory:
     s = load_shape(recipe.model.name)
     s.check(recipe)
     found = _forecast(s, recipe, cluster)
-    return found if found.verdict == "fits" else replace(found, cheapest_fix=_fix(s, recipe, cluster))
+    if found.verdict in ("fits", "unknown"):
+        return found
+    return replace(found, cheapest_fix=_fix(s, recipe, cluster))

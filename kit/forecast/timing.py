@@ -4,14 +4,17 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from kit import figures
 from kit.config.cluster import Cluster, Link
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.forecast.memory import Layout, Memory, frozen_bytes, memory
 from kit.forecast.shape import Shape, load_shape
 from kit.forecast.work import Work, micro_batch, optimizer_step, useful_flops
+from kit.show import Part, Result, format_duration
 
 # By GPU: what a large matmul reaches of the bf16 peak, and GB/s that kernels get of its memory: 78 % of the data sheet.
 # H100: kit.check.probe's 743 TFLOP/s; the H200 is its chip. A100: 250 TFLOP/s, which agrees with the published runs.
@@ -56,8 +59,8 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What `kit predict` answers."""
+class Prediction(Result):
+    """The forecast of a recipe on a cluster: memory of one rank, time and storage."""
 
     parameters: int
     trainable_parameters: int
@@ -66,33 +69,58 @@ class Prediction:
     storage: Storage
     warnings: tuple[str, ...]
 
+    @property
+    def figure(self) -> figures.Figure:
+        """Allocated memory of one rank in each phase of a step, with the capacity."""
+        memory = self.memory
+        limit = ("capacity", memory.capacity_gib) if memory.capacity_gib else None
+        return figures.bars("Memory by phase", "GiB a rank, allocated", memory.phases_gib, limit)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del plain["memory"]["warnings"]
         return plain
 
-    def lines(self) -> list[str]:
-        """The forecast for a person."""
-        m, t, d = self.memory, self.time, self.storage
-        out = [
-            f"{self.parameters:,} parameters, {self.trainable_parameters:,} of them trained",
-            f"memory: {m.verdict}; peak {m.allocated_gib:.1f} GiB allocated in {m.peak_phase}, "
-            f"{m.device_gib[0]:.1f} to {m.device_gib[1]:.1f} GiB of {m.capacity_gib:.1f} on the device",
-            *([f"cheapest fix: {m.cheapest_fix}"] if m.cheapest_fix else []),
-        ]
-        if t.step_s:
-            out.append(f"time: {t.step_s:.2f} s a step, {t.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {t.mfu:.1%}")
-            out.append(
-                f"of it GPU {t.compute_s:.2f} s, host {t.host_s:.2f}, links {t.communication_s:.2f}, overlapping"
-            )
-        if t.wall_h is not None and t.split_h:
-            parts = ", ".join(f"{name} {hours:.2f}" for name, hours in t.split_h.items())
-            out.append(f"{t.optimizer_steps} steps in {t.wall_h:.2f} h ({parts})")
-        out.append(
-            f"storage: checkpoint {d.checkpoint_gb:.2f} GB, adapter {d.adapter_gb:.3f} GB, merged {d.merged_gb:.1f} GB"
+    def parts(self) -> Iterator[Part]:
+        """Verdict, memory by phase, time, storage and warnings."""
+        yield from self._memory_parts()
+        yield from self._time_parts()
+        stored = self.storage
+        yield (
+            f"Storage: checkpoint {stored.checkpoint_gb:.3g} GB, adapter {stored.adapter_gb:.3g} GB, "
+            f"merged model {stored.merged_gb:.3g} GB"
         )
-        return out + [f"warning: {w}" for w in self.warnings]
+        yield from (f"Warning: {warning}" for warning in self.warnings)
+
+    def _memory_parts(self) -> Iterator[Part]:
+        memory = self.memory
+        low, high = memory.device_gib
+        yield (
+            f"Memory: {memory.verdict}. Peak {memory.allocated_gib:.1f} GiB allocated in {memory.peak_phase}; "
+            f"{low:.1f} to {high:.1f} GiB of {_gib(memory.capacity_gib)} on the device"
+        )
+        if memory.cheapest_fix:
+            yield f"Cheapest change: {memory.cheapest_fix}"
+        yield f"{self.parameters:,} parameters, {self.trainable_parameters:,} trained"
+        yield self.figure
+
+    def _time_parts(self) -> Iterator[Part]:
+        time = self.time
+        if time.step_s is None:
+            return
+        yield (
+            f"Step: {format_duration(time.step_s)}, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+            f"MFU {time.mfu:.1%}; GPU {time.compute_s:.3g} s, host {time.host_s:.3g} s, "
+            f"links {time.communication_s:.3g} s, overlapping"
+        )
+        if time.wall_h is not None and time.split_h is not None:
+            split = ", ".join(f"{part} {format_duration(3600 * hours)}" for part, hours in time.split_h.items())
+            yield f"Run: {time.optimizer_steps:,} steps in {format_duration(3600 * time.wall_h)} ({split})"
+
+
+def _gib(capacity: float) -> str:
+    return f"{capacity:.1f} GiB" if capacity else "an unknown capacity"
 
 
 @dataclass(frozen=True)
@@ -178,9 +206,14 @@ def _communication(s: Shape, recipe: Recipe, cluster: Cluster) -> tuple[float, f
 
 
 def disk_rate(cluster: Cluster, path: str) -> float:
-    """Bytes/s of the mount that holds the path, the deepest where several do; 1 GB/s where the profile names none."""
-    mounts = [m for m in cluster.storage.values() if path.startswith(m.path) and m.gb_s]
-    return max(mounts, key=lambda m: len(m.path)).gb_s * 1e9 if mounts else 1e9
+    """Bytes/s of the mount that holds the path; 1 GB/s where the profile gives none.
+
+    Paths are compared by their components, relative ones from the working directory; the deepest mount wins.
+    """
+    place = Path(path).expanduser().absolute()
+    mounts = {Path(mount.path).expanduser().absolute(): mount.gb_s for mount in cluster.storage.values() if mount.gb_s}
+    holding = [mount for mount in mounts if place.is_relative_to(mount)]
+    return mounts[max(holding, key=lambda mount: len(mount.parts))] * 1e9 if holding else 1e9
 
 
 def _storage(s: Shape, recipe: Recipe, cluster: Cluster) -> Storage:

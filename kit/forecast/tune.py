@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.errors import InputError
 from kit.forecast.timing import Prediction, predict
+from kit.show import Part, Result, Table
 
-TIE = 0.02  # of the step: forecasts closer than this are not told apart, and the one with more memory to spare wins
+TIE = 0.02  # of the step: forecasts closer than this are equal, and the one with more memory to spare comes first
+SHOWN = 12  # rows of the table
 KEYS = (
     "parallel.strategy", "parallel.sharding", "parallel.nodes", "parallel.activation_checkpointing",
     "schedule.micro_batch", "schedule.grad_accum",
@@ -18,7 +20,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that fits: `override` makes it out of the recipe, `reason` is in words, spare_gib on the device."""
+    """A setting that fits. `override` changes the given recipe into it; `spare_gib` is free on the device."""
 
     recipe: Recipe
     override: dict[str, Any]
@@ -29,17 +31,60 @@ class Choice:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; the recipe is the caller's with `override`."""
+        """Plain values, ready for JSON."""
         return {k: v for k, v in vars(self).items() if k != "recipe"} | {"setting": setting(self.recipe)}
 
-    def row(self) -> dict[str, Any]:
-        """For a table: the setting in words, seconds a step, tokens/s of all ranks, GiB, and the reason."""
-        p, k = self.recipe.parallel, self.recipe.schedule
-        words = f"{p.strategy} {p.sharding}, {p.nodes} x {p.gpus_per_node}, {k.micro_batch} x {k.grad_accum} rows"
-        words += ", checkpointing" * p.activation_checkpointing
-        numbers = {"s a step": self.step_s, "tokens/s": self.tokens_per_s}
-        numbers |= {"allocated, GiB": self.allocated_gib, "to spare, GiB": self.spare_gib}
-        return {"setting": words, **numbers, "why": self.reason}
+    def options(self) -> str:
+        """The override as options of `kit launch`."""
+        return " ".join(f"-s {key}={_text(value)}" for key, value in self.override.items())
+
+
+@dataclass(frozen=True)
+class Choices(Result, Sequence[Choice]):
+    """Settings that fit, fastest first. Where there are none, `reason` says why."""
+
+    choices: tuple[Choice, ...]
+    reason: str = ""
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.choices[index]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"choices": [choice.as_dict() for choice in self.choices], "reason": self.reason}
+
+    def parts(self) -> Iterator[Part]:
+        """A table of the fastest settings and the options of the first, or the reason why there are none."""
+        if not self.choices:
+            yield self.reason
+            return
+        yield Table.of([_row(choice) for choice in self.choices[:SHOWN]])
+        if len(self.choices) > SHOWN:
+            yield f"{len(self.choices) - SHOWN} slower settings also fit."
+        if options := self.choices[0].options():
+            yield f"The fastest: kit launch RECIPE {options}"
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    parallel, schedule = choice.recipe.parallel, choice.recipe.schedule
+    return {
+        "strategy": f"{parallel.strategy} {parallel.sharding}",
+        "nodes x GPUs": f"{parallel.nodes} x {parallel.gpus_per_node}",
+        "micro_batch x grad_accum": f"{schedule.micro_batch} x {schedule.grad_accum}",
+        "checkpointing": parallel.activation_checkpointing,
+        "s per step": choice.step_s,
+        "tokens/s": choice.tokens_per_s,
+        "allocated, GiB": choice.allocated_gib,
+        "to spare, GiB": choice.spare_gib,
+        "why": choice.reason,
+    }
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def setting(recipe: Recipe) -> dict[str, Any]:
@@ -47,19 +92,25 @@ def setting(recipe: Recipe) -> dict[str, Any]:
     return {key: getattr(getattr(recipe, table), name) for key in KEYS for table, name in [key.split(".")]}
 
 
-def tune(recipe: Recipe, cluster: Cluster, nodes: bool = False) -> list[Choice]:
-    """Every setting that kit.train can launch and whose forecast fits, fastest first.
+def tune(recipe: Recipe, cluster: Cluster, nodes: bool = False) -> Choices:
+    """Every setting that can be launched and whose forecast fits, fastest first; empty with a reason where none does.
 
-    `nodes` also tries other node counts up to the cluster's. Raises InputError where nothing fits, naming the closest.
+    With `nodes`, node counts up to the cluster's are tried as well.
     """
     if recipe.tuning.method == "qlora":
-        raise InputError("tuning.method qlora can be forecast but not launched, so there is nothing to tune; use lora.")
-    found = [(r, predict(r, cluster)) for r in _settings(recipe, cluster, nodes)]
-    fits = [(r, p) for r, p in found if p.memory.verdict == "fits" and p.time.step_s]
+        return Choices(
+            (), "tuning.method qlora can be forecast but not launched, so there is nothing to tune; use lora."
+        )
+    if not cluster.nodes.gpu_bf16_tflops:
+        return Choices(
+            (), f"Cluster {cluster.name} gives no nodes.gpu_bf16_tflops, so no setting is known to be faster."
+        )
+    found = [(candidate, predict(candidate, cluster)) for candidate in _settings(recipe, cluster, nodes)]
+    fits = [(candidate, forecast) for candidate, forecast in found if forecast.memory.verdict == "fits"]
     if not fits:
-        raise InputError(_nothing(recipe, cluster, found))
-    now = predict(recipe, cluster)
-    return [_choice(r, p, recipe, now) for r, p in _ranked(fits)]
+        return Choices((), _why_nothing_fits(recipe, cluster, found))
+    present = predict(recipe, cluster)
+    return Choices(tuple(_choice(candidate, forecast, recipe, present) for candidate, forecast in _ranked(fits)))
 
 
 def _ranked(fits: list[tuple[Recipe, Prediction]]) -> list[tuple[Recipe, Prediction]]:
@@ -74,40 +125,54 @@ def _ranked(fits: list[tuple[Recipe, Prediction]]) -> list[tuple[Recipe, Predict
 
 
 def _settings(recipe: Recipe, cluster: Cluster, nodes: bool) -> Iterator[Recipe]:
-    """Recipes of the same effective batch that kit.slurm.launch.check lets through."""
-    p = recipe.parallel
-    for count in range(1, cluster.nodes.count + 1) if nodes else (p.nodes,):
-        rows, rest = divmod(recipe.batch, count * p.gpus_per_node)
-        for strategy, sharding in () if rest else _layouts(recipe, cluster, count):
-            for checkpointing in (False, True):
-                for micro in (m for m in range(1, rows + 1) if rows % m == 0):
-                    changed = replace(
-                        p, strategy=strategy, sharding=sharding, nodes=count, activation_checkpointing=checkpointing
-                    )
-                    schedule = replace(recipe.schedule, micro_batch=micro, grad_accum=rows // micro)
-                    yield replace(recipe, parallel=changed, schedule=schedule)
+    """Recipes of the same effective batch that can be launched."""
+    parallel = recipe.parallel
+    for count in range(1, cluster.nodes.count + 1) if nodes else (parallel.nodes,):
+        rows, rest = divmod(recipe.batch, count * parallel.gpus_per_node)
+        if rest:
+            continue
+        divisors = [micro_batch for micro_batch in range(1, rows + 1) if rows % micro_batch == 0]
+        layouts = _layouts(recipe, cluster, count)
+        for (strategy, sharding), checkpointing, micro_batch in product(layouts, (False, True), divisors):
+            spread = replace(
+                parallel, strategy=strategy, sharding=sharding, nodes=count, activation_checkpointing=checkpointing
+            )
+            schedule = replace(recipe.schedule, micro_batch=micro_batch, grad_accum=rows // micro_batch)
+            yield replace(recipe, parallel=spread, schedule=schedule)
 
 
 def _layouts(recipe: Recipe, cluster: Cluster, nodes: int) -> list[tuple[Any, Any]]:
-    """Strategy and sharding. Of a full fine-tune FSDP trains fp32 masters and DDP bf16: neither replaces the other."""
-    full, sharded = recipe.tuning.method == "full", recipe.parallel.strategy != "ddp"
+    """Strategies with their sharding.
+
+    In a full fine-tune FSDP trains fp32 master weights and DDP bf16 weights, so that neither replaces the other.
+    """
+    full, sharded, gpus = recipe.tuning.method == "full", recipe.parallel.strategy != "ddp", cluster.nodes.gpus > 0
     if nodes * recipe.parallel.gpus_per_node == 1:
         return [("ddp", "full")]
-    layouts = [] if full and sharded and cluster.nodes.gpus else [("ddp", "full")]
-    if not full or sharded or not cluster.nodes.gpus:
+    layouts = []
+    if not (full and sharded and gpus):
+        layouts += [("ddp", "full")]
+    if not full or sharded or not gpus:
         layouts += [("fsdp2", "full"), ("fsdp2", "grad_op")]
-        if cluster.nodes.gpus:
-            layouts += [("fsdp1", "full"), ("fsdp1", "grad_op"), *([("fsdp1", "hybrid")] if nodes > 1 else [])]
+        if gpus:
+            layouts += [("fsdp1", "full"), ("fsdp1", "grad_op")]
+        if gpus and nodes > 1:
+            layouts += [("fsdp1", "hybrid")]
     return layouts
 
 
-def _choice(recipe: Recipe, found: Prediction, old: Recipe, before: Prediction) -> Choice:
-    was, t, m = setting(old), found.time, found.memory
-    override = {key: value for key, value in setting(recipe).items() if value != was[key]}
-    step, spare = t.step_s or 0.0, m.capacity_gib - m.device_gib[1]
-    why = "; ".join(_reasons(override, was, found, before)) or "the recipe's own setting"
-    tokens = (t.tokens_per_s_per_gpu or 0.0) * recipe.world_size
-    return Choice(recipe, override, step, tokens, m.allocated_gib, spare, why)
+def _choice(candidate: Recipe, forecast: Prediction, given: Recipe, present: Prediction) -> Choice:
+    before, time, memory = setting(given), forecast.time, forecast.memory
+    override = {key: value for key, value in setting(candidate).items() if value != before[key]}
+    return Choice(
+        candidate,
+        override,
+        step_s=time.step_s or 0.0,
+        tokens_per_s=(time.tokens_per_s_per_gpu or 0.0) * candidate.world_size,
+        allocated_gib=memory.allocated_gib,
+        spare_gib=memory.capacity_gib - memory.device_gib[1],
+        reason="; ".join(_reasons(override, before, forecast, present)) or "the recipe's own setting",
+    )
 
 
 def _reasons(override: dict[str, Any], was: dict[str, Any], found: Prediction, before: Prediction) -> Iterator[str]:
@@ -129,23 +194,14 @@ def _reasons(override: dict[str, Any], was: dict[str, Any], found: Prediction, b
         yield f"{new['nodes']} nodes, not {was['parallel.nodes']}: step from {before.time.step_s or 0.0:.3g} s"
 
 
-def _nothing(recipe: Recipe, cluster: Cluster, found: Sequence[tuple[Recipe, Prediction]]) -> str:
+def _why_nothing_fits(recipe: Recipe, cluster: Cluster, found: Sequence[tuple[Recipe, Prediction]]) -> str:
     if not found:
-        return f"A batch of {recipe.batch} rows cannot be spread over {recipe.world_size} ranks otherwise."
-    if not cluster.nodes.gpu_bf16_tflops:
-        return f"Cluster {cluster.name} gives no nodes.gpu_bf16_tflops, so no setting is faster than another."
-    closest, p = min(found, key=lambda pair: pair[1].memory.device_gib[1])
-    need, words = p.memory, ", ".join(f"{k} = {v}" for k, v in setting(closest).items())
+        return f"No other micro_batch x grad_accum gives a batch of {recipe.batch} rows on {recipe.world_size} ranks."
+    closest, forecast = min(found, key=lambda pair: pair[1].memory.device_gib[1])
+    memory, words = forecast.memory, ", ".join(f"{key} = {_text(value)}" for key, value in setting(closest).items())
+    if memory.verdict == "unknown":
+        return f"Cluster {cluster.name} gives no nodes.gpu_memory_gib, so it is unknown what fits."
     return (
-        f"Nothing fits {cluster.name} for sure with {recipe.batch} rows a step; {words} comes closest with up to "
-        f"{need.device_gib[1]:.1f} of {need.capacity_gib:.1f} GiB. {need.cheapest_fix}"
-    )
-
-
-def table(choices: Sequence[Choice]) -> str:
-    """The choices as text, one a line, fastest first."""
-    rows = [c.row() for c in choices]
-    head = f"{'s a step':>8} {'tokens/s':>10} {'GiB':>6} {'spare':>6}  setting"
-    return "\n".join(
-        [head, *(f"{s:8.3f} {t:10,.0f} {a:6.1f} {m:6.1f}  {w}: {r}" for w, s, t, a, m, r in map(dict.values, rows))]
+        f"No setting is sure to fit {cluster.name} with {recipe.batch} rows per step. Closest: {words}, with up to "
+        f"{memory.device_gib[1]:.1f} of {memory.capacity_gib:.1f} GiB. {memory.cheapest_fix}"
     )

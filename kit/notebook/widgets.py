@@ -7,7 +7,7 @@ from typing import Any
 from kit.watch.display import in_lab, publish
 
 
-def explore(draw: Callable[..., str], start: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> None:
+def explore(draw: Callable[..., Any], start: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> None:
     """Show the HTML that `draw(**values)` gives, and in JupyterLab a control for each value that redraws it at once.
 
     Without JavaScript, and headless, the picture of the starting values stays.
@@ -22,13 +22,16 @@ def explore(draw: Callable[..., str], start: Mapping[str, Any], choices: Mapping
     publish(display, _html(draw, values))
 
 
-def _html(draw: Callable[..., str], values: Mapping[str, Any]) -> dict[str, Any]:
+def _html(draw: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         picture = draw(**values)
     except Exception as error:  # a choice that is impossible: said in place of the picture
         from html import escape
 
         picture = f'<p style="color:#dc2626">{escape(str(error))}</p>'
+    if hasattr(picture, "_repr_mimebundle_"):
+        bundle: dict[str, Any] = picture._repr_mimebundle_()
+        return bundle
     return {"text/html": picture, "text/plain": ", ".join(f"{k} = {v}" for k, v in values.items())}
 
 

@@ -92,7 +92,7 @@ def _batch(recipe: Recipe) -> str:
 
 def _forecast(recipe: Recipe, cluster: Cluster, manifest: dict[str, object] | None) -> str:
     try:
-        return "\n".join(predict(recipe, cluster, manifest).lines())
+        return str(predict(recipe, cluster, manifest))
     except InputError as error:  # a family of models that it does not know
         return str(error)
 

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import json
 import re
 import statistics
@@ -12,7 +13,7 @@ from kit.config.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
 from kit.errors import InputError, KitError
 from kit.files import REPOSITORY
 from kit.forecast.shape import load_shape
-from kit.forecast.timing import predict
+from kit.forecast.timing import disk_rate, predict
 from kit.forecast.work import micro_batch
 from kit.notebook.calibrate import calibrate, calibrate_run
 from kit.slurm.run import Run
@@ -368,3 +369,36 @@ def test_a_finished_run_s_forecast_stands_beside_what_it_left(recipe: Recipe, lo
     found = calibrate_run(run)
     assert found.rows["step_s"] == (predict(recipe, local, {"splits": splits}).time.step_s, 2.5)
     assert set(found.rows) == {"step_s"}
+
+
+def test_a_mount_is_matched_by_path_components_and_the_deepest_wins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage = {
+        "fss1": Storage("/mnt/fss1", gb_s=2.0),
+        "fss10": Storage("/mnt/fss10", gb_s=10.0),
+        "deep": Storage("/mnt/fss10/fast", gb_s=20.0),
+        "here": Storage(".", gb_s=3.0),
+    }
+    cluster = dataclasses.replace(H100, storage=storage)
+    assert disk_rate(cluster, "/mnt/fss10/runs") == 10e9
+    assert disk_rate(cluster, "/mnt/fss1/runs") == 2e9
+    assert disk_rate(cluster, "/mnt/fss10/fast/runs") == 20e9
+    assert disk_rate(cluster, "runs") == 3e9
+    assert disk_rate(cluster, "/elsewhere") == 1e9
+
+
+def test_a_profile_without_gpu_memory_gives_no_verdict():
+    cluster = dataclasses.replace(H100, nodes=dataclasses.replace(H100.nodes, gpu_memory_gib=0.0))
+    found = predict(recipe(), cluster)
+    assert found.memory.verdict == "unknown" and not found.memory.cheapest_fix
+    assert any("gives no nodes.gpu_memory_gib" in warning for warning in found.warnings)
+    assert "unknown capacity" in str(found)
+
+
+def test_a_forecast_shows_its_verdict_times_and_figure():
+    found = predict(recipe(schedule__max_steps=100), H100)
+    text = str(found)
+    assert text.startswith(f"Memory: {found.memory.verdict}. Peak ")
+    assert "Memory by phase (GiB a rank, allocated)" in text
+    assert "Run: 100 steps in " in text
+    assert "<img" in found._repr_mimebundle_()["text/html"]
