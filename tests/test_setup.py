@@ -78,8 +78,11 @@ def test_download_requires_a_wheelhouse(project):
     assert done.returncode != 0 and "KIT_WHEELHOUSE: names the folder" in done.stderr
 
 
-SCRIPTS = ["env/setup", "env/test", "env/demo", "env/packages", "env/fresh", "env/slurm/up", "env/slurm/down", ".ci/run",
-           "env/start_lab.sbatch"]  # fmt: skip
+SCRIPTS = [
+    *(f"env/{name}" for name in ("setup", "test", "demo", "packages", "fresh", "slurm/up", "slurm/down")),
+    "env/start_lab.sbatch",
+    ".ci/run",
+]
 
 
 def test_the_shell_scripts_pass_shellcheck():
