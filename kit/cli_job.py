@@ -94,7 +94,7 @@ def launch(options: argparse.Namespace) -> int:
         from kit.slurm.plan import plan
 
         planned = plan(recipe, cluster)
-        show(options, dataclasses.asdict(planned), planned.lines())
+        show(options, planned.as_dict(), str(planned).splitlines())
         return 0
     after = Run.attach(options.after) if options.after else None
     run = slurm.launch(recipe, cluster, anyway=options.anyway, after=after, when=options.when)

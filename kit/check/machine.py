@@ -39,9 +39,9 @@ WAYS = {
 
 def look(cluster: Cluster) -> list[Finding]:
     """Software, GPUs, memory, network, mounts and hosts, as this machine sees them; some ten seconds."""
-    from kit.slurm.rendezvous import facts
+    from kit.slurm.rendezvous import Software
 
-    versions = {name: version for name, version in facts().items() if name != "lacks"}
+    versions = Software.here().versions()
     words = ", ".join(f"{name} {version}" for name, version in versions.items())
     cpus, own, gib = psutil.cpu_count() or 1, len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
     host = f"{cpus} CPUs, {own} of them for this process; {gib:.1f} GiB"

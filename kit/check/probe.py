@@ -89,10 +89,11 @@ def measure(cluster: Cluster, profile: Path, say: Callable[[str], None]) -> Path
     """
     from kit.files import read_json, write
     from kit.slurm import launch as slurm
+    from kit.slurm.submit import available
 
     if profile.exists():
         raise InputError(f"{profile} exists; name a new file, compare, and replace the old profile yourself.")
-    if not slurm.available():
+    if not available():
         raise InputError("No Slurm answers here, and the probe is a job.")
     out = Path(cluster.paths.runs).absolute() / f".probe-{os.getpid()}-{time.time_ns()}.json"
     run = slurm.launch_script(render_script(cluster, out), cluster, "probe")

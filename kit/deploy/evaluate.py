@@ -14,6 +14,7 @@ from kit.errors import InputError, KitError
 from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run
+from kit.slurm.submit import reach
 
 TASKS = files.REPOSITORY / "env" / "tasks"  # the kit's own, each with its data beside it
 
@@ -28,7 +29,7 @@ def launch(
     """
     if not importlib.util.find_spec("lm_eval"):
         raise InputError("lm-eval is not installed: run `pip install 'finetune-kit[eval]'`.")
-    slurm.reach(cluster)
+    reach(cluster)
     out, adapter = Path(out).absolute(), Path(path) / "adapter_config.json"
     base = files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else str(path)
     model.check_weights(base, cluster.paths.hf_home)

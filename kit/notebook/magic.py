@@ -4,7 +4,6 @@
 {{rows[0]}} work too. Everything else stays as it is, ${name} and {a,b} included.
 """
 
-import html
 import re
 import shlex
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from IPython.display import display
 
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError
-from kit.lint.lint import Finding, lint, slurm_version
+from kit.lint.lint import lint, slurm_version
+from kit.lint.report import beside
 from kit.lint.script import Script
 from kit.lint.shell import Code
 from kit.slurm.launch import launch_script
@@ -30,7 +30,6 @@ OPTIONS.add_argument("--anyway", action="store_true", help="submit in spite of e
 OPTIONS.add_argument("--dry-run", action="store_true", help="show the script and its findings, and submit nothing")
 PLACE = re.compile(r"\{\{\s*([A-Za-z_][\w.]*(?:\[[^\][{}]+\])*)\s*\}\}", re.ASCII)
 HELD = {"string", "raw_string", "ansi_c_string", "heredoc_body", "comment"}
-COLOURS = {"error": "#dc2626", "warning": "#d97706", "info": "#64748b"}
 
 
 def fill(cell: str, look_up: Callable[[str], object]) -> str:
@@ -58,19 +57,6 @@ def fill(cell: str, look_up: Callable[[str], object]) -> str:
         return text
 
     return PLACE.sub(value, cell)
-
-
-def beside(text: str, found: list[Finding]) -> dict[str, str]:
-    """The findings with the lines that they are about, as plain text and HTML; lines with a secret are not shown."""
-    hidden = {f.line for f in found if f.rule in ("KS601", "KS602")}
-    rows = ["" if number in hidden else row for number, row in enumerate(["", *text.split("\n"), ""])]
-    plain, table = "", '<table style="font-family:system-ui;text-align:left">'
-    for f in found:
-        said = f"{f.message} {f.fix}"
-        plain += f"{f.line}: {rows[f.line]}\n    {f.severity} {f.rule}: {said}\n"
-        row, kind = html.escape(rows[f.line]), f'<b style="color:{COLOURS[f.severity]}">{f.severity} {f.rule}</b>'
-        table += f"<tr><td>{f.line}</td><td><code>{row}</code></td><td>{kind} {html.escape(said)}</td></tr>"
-    return {"text/plain": plain, "text/html": f"{table}</table>"}
 
 
 def sbatch(line: str, cell: str) -> Run | None:

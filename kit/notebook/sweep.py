@@ -23,6 +23,7 @@ from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
 from kit.slurm import outcome as evidence
 from kit.slurm.run import Run
+from kit.slurm.submit import reach, submit
 
 STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
 # Slurm's SIGTERM goes to every process. For a notebook the shell waits until it is saved, and leaves the exit code; a
@@ -56,7 +57,7 @@ def job(notebook: Path, values: Settings, out: Path, cluster: Cluster) -> Run:
     """The notebook as one job, submitted. Raises InputError before that: a bad value, or `out` exists."""
     if out.exists():
         raise InputError(f"{out} exists; choose another name for the executed notebook.")
-    slurm.submit(run := _notebook(notebook, [values], cluster, out.absolute()))
+    submit(run := _notebook(notebook, [values], cluster, out.absolute()))
     return run
 
 
@@ -65,7 +66,7 @@ def rerun(run: Run) -> list[int]:
 
     Raises InputError while the sweep has not ended.
     """
-    slurm.reach(run.cluster)
+    reach(run.cluster)
     if again := [task.number for task in tasks(run) if task.state != "COMPLETED"]:
         _submit(run, again, int(run.info["array"].partition("%")[2] or 0))
     return again
@@ -73,7 +74,7 @@ def rerun(run: Run) -> list[int]:
 
 def _submit(run: Run, numbers: Sequence[int], limit: int) -> None:
     run.note(array=",".join(map(str, numbers)) + (f"%{limit}" if limit else ""))
-    slurm.submit(run)
+    submit(run)
     if str(run.job_id).isdigit():
         for task in [_plan(run)[number] for number in numbers]:
             _enter(run, task, str(run.job_id))
@@ -126,7 +127,7 @@ def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out:
     known = read_parameters(read_notebook(notebook))
     defaults = {name: parameter.default for name, parameter in known.items()}
     checked = _checked(points, lambda p: check(known, p), lambda values: repr(sorted((defaults | values).items())))
-    slurm.reach(cluster)
+    reach(cluster)
     name = re.sub(r"[^\w.-]", "-", notebook.stem)
     run = Run.create_for_script("", cluster, name)
     shutil.copyfile(notebook, run.path / notebook.name)
@@ -138,7 +139,7 @@ def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out:
 
 def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> Run:
     from kit.data.dataset import prepare
-    from kit.slurm import script as sbatch
+    from kit.slurm import script as job_script
 
     base = Recipe.load(name)
     recipes = _checked(points, lambda point: base.override(**point), Recipe.digest)
@@ -146,19 +147,17 @@ def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> R
         raise InputError("The tasks of an array ask for the same nodes and GPUs; sweep each of these sizes by itself.")
     for recipe in recipes:
         slurm.check(recipe, cluster)
-        slurm.check_fit(recipe, cluster)
+        slurm.check_fit(recipe, cluster, job_script.forecast(recipe, cluster))
     datasets = [prepare(recipe) for recipe in recipes]
     sweep = Run.create_for_script("", cluster, f"{base.name}-sweep")
     inside = replace(cluster, paths=replace(cluster.paths, runs=str(sweep.path / "runs")))
-    pairs = zip(recipes, datasets, strict=True)
-    runs = [Run.create(recipe, inside, data.path, data.manifest["digest"]) for recipe, data in pairs]
-    for run in runs:
-        files.write(run.path / "accelerate.yaml", sbatch.render_accelerate(run.recipe, inside))
-        files.write(run.path / "job.sbatch", sbatch.render_script(run))
-    scripts = [(run.path / "job.sbatch").read_text() for run in runs]
-    earliest = max(scripts, key=lambda script: int(script.partition("--signal=B:USR2@")[2].partition("\n")[0]))
-    asks = re.findall(r"^#SBATCH (?!--output)(.*)", earliest, re.MULTILINE)  # the earliest warning does for all
-    _write(sweep, points, [f"runs/{run.path.name}" for run in runs], asks, "exec")
+    runs = [
+        slurm.freeze(recipe, inside, data, job_script.forecast(recipe, inside, data.manifest))
+        for recipe, data in zip(recipes, datasets, strict=True)
+    ]
+    earliest = max((job_script.Job.of_run(run) for run in runs), key=lambda job: job.warning_s)
+    options = job_script.options(earliest)  # the tasks differ in nothing else, and the earliest warning does for all
+    _write(sweep, points, [f"runs/{run.path.name}" for run in runs], options, "exec")
     return sweep
 
 
@@ -192,7 +191,7 @@ def _execute(run: Run, task: Task) -> int:
         if job := os.environ.get("SLURM_ARRAY_JOB_ID"):
             os.environ["KIT_JOB_ID"] = _enter(run, task, job)
             os.execvp("bash", ["bash", str(task.out / "job.sbatch")])
-        slurm.submit(one := Run(task.out))
+        submit(one := Run(task.out))
         return slurm.wait(one).exit_code or 0
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)

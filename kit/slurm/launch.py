@@ -1,27 +1,26 @@
-"""Slurm: submit, ask, wait, cancel. Where no sbatch answers, a local runner executes the very same script."""
+"""Launches a run: checks recipe and cluster, prepares the data, freezes everything into a run folder, and submits."""
 
 import math
-import os
-import re
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kit import files
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.errors import InputError, KitError, SubmitError
+from kit.data.dataset import Dataset, find_prepared, prepare
+from kit.errors import InputError, KitError
+from kit.forecast.shape import load_shape
+from kit.forecast.timing import Prediction
 from kit.slurm import client as queue
-from kit.slurm import local, watcher
+from kit.slurm import environment, local
 from kit.slurm import outcome as evidence
+from kit.slurm import script as job_script
 from kit.slurm.run import Run
+from kit.slurm.submit import reach, submit
 from kit.slurm.watcher import state as state
 from kit.slurm.watcher import task_states as task_states
-
-
-def available() -> bool:
-    """Whether this machine belongs to a Slurm cluster, even one whose controller does not answer just now."""
-    return "Slurmctld" in queue.command("scontrol", "ping").stdout  # UP or DOWN, at once
 
 
 def launch(
@@ -32,23 +31,22 @@ def launch(
     after: Run | None = None,
     when: str = "ok",
 ) -> Run:
-    """Prepare the data if need be, freeze everything into a new run folder, submit, and return at once.
+    """Submit a run of this recipe, and return at once. The data are prepared first where they are not yet.
 
-    With `after` it starts when that run has ended, well ("ok") or in any way ("any"). Raises InputError for what cannot
-    run, KitError for what the forecast says does not fit (unless `anyway`), and SubmitError with Slurm's words where it
-    refuses; the run folder then stays.
+    With `after` it starts when that run has ended: well (`when` = "ok") or in any way ("any"). Raises InputError for
+    what cannot run, KitError for what does not fit by the forecast (unless `anyway`), and SubmitError with Slurm's
+    words where Slurm refuses it; the run folder then stays.
     """
-    from kit.data.dataset import prepare
-    from kit.slurm import script as sbatch  # here, so that a kernel which only attaches loads none of it
-
     check(recipe, cluster)
+    found = find_prepared(recipe, prepared)
+    predicted = job_script.forecast(recipe, cluster, found.manifest if found else None)
     if not anyway:
-        check_fit(recipe, cluster)
+        check_fit(recipe, cluster, predicted)
     dataset = prepare(recipe, prepared)
-    run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
-    files.write(run.path / "accelerate.yaml", sbatch.render_accelerate(recipe, cluster))
-    files.write(run.path / "job.sbatch", sbatch.render_script(run))
-    submit(run, after=after, when=when)
+    if found is None or found.path != dataset.path:  # times depend on the number of rows
+        predicted = job_script.forecast(recipe, cluster, dataset.manifest)
+    run = freeze(recipe, cluster, dataset, predicted)
+    submit(run, after, when)
     return run
 
 
@@ -61,94 +59,60 @@ def launch_script(
     """
     reach(cluster)
     run = Run.create_for_script(script, cluster, name)
-    run.note(array=f"0-{count - 1}" + (f"%{limit}" if limit else "") if count else "")
-    submit(run, after=after, when=when)
+    if count:
+        run.note(array=f"0-{count - 1}" + (f"%{limit}" if limit else ""))
+    submit(run, after, when)
     return run
 
 
-def _own_options(run: Run) -> list[str]:
-    """What sbatch is told beside a user's own script: the array, and where the log goes unless the script says."""
-    array, script = run.info.get("array"), (run.path / "job.sbatch").read_text(errors="surrogateescape")
-    directives = " ".join(re.findall(r"^#SBATCH(.*)", script, re.MULTILINE))
-    name = "%A_%a" if array or re.search(r"\s(-a|--array)", directives) else "%j"
-    log = [] if re.search(r"\s(-o|--out)", directives) else [f"--output={run.path}/logs/slurm-{name}.out"]
-    return log + ([f"--array={array}"] if array else [])
-
-
 def check(recipe: Recipe, cluster: Cluster) -> None:
-    """Raises InputError for a recipe that this cluster, or kit.train, cannot run."""
-    from kit.config import models as model
-    from kit.forecast.shape import load_shape
-    from kit.slurm import environment as jobscript
-
+    """Raises InputError for a recipe that this cluster, or its trainer, cannot run."""
     if cluster.slurm.env_file:
-        jobscript.private(cluster.slurm.env_file)
+        environment.check_token_file(cluster.slurm.env_file)
+    job_script.TRAINER.check(recipe, cluster)
     parallel, nodes = recipe.parallel, cluster.nodes
-    if parallel.strategy.startswith("zero") or recipe.tuning.method == "qlora":
-        what = "tuning.method qlora" if recipe.tuning.method == "qlora" else f"parallel.strategy {parallel.strategy}"
-        raise InputError(f"{what} can be forecast but not launched: kit.train runs ddp, fsdp1 and fsdp2, full or lora.")
-    if parallel.strategy == "fsdp1" and nodes.gpus == 0:
-        raise InputError("parallel.strategy fsdp1 needs GPUs; on a CPU cluster use fsdp2 or ddp.")
-    if parallel.sharding == "hybrid" and parallel.strategy == "fsdp2":
-        raise InputError("parallel.sharding hybrid runs with fsdp1 only; use full or grad_op with fsdp2.")
     if parallel.nodes > nodes.count or (nodes.gpus and parallel.gpus_per_node > nodes.gpus):
         raise InputError(
             f"The recipe asks for {parallel.nodes} nodes x {parallel.gpus_per_node} GPUs; the cluster {cluster.name} "
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
-    model.check_weights(recipe.model.name, cluster.paths.hf_home)
-    try:
-        shape = load_shape(recipe.model.name)
-    except InputError:  # a config that the formulas cannot read may still train
-        pass
-    else:
-        shape.check(recipe)
+    models.check_weights(recipe.model.name, cluster.paths.hf_home)
+    _check_layers(recipe)
     reach(cluster, parallel.nodes)
 
 
-def reach(cluster: Cluster, nodes: int = 1) -> None:
-    """Raises InputError where no Slurm answers, and the job is not one that runs on this machine instead."""
-    if available():
-        return
-    if cluster.slurm.partition:
-        raise InputError(
-            f"No Slurm answers here, and {cluster.name} names the partition {cluster.slurm.partition}: its jobs "
-            "are not run on this machine instead. Set SLURM_CONF, or take a profile without a partition."
-        )
-    if nodes > 1:
-        raise InputError(f"No Slurm answers here, and the local runner has one node; {nodes} were asked for.")
-
-
-def check_fit(recipe: Recipe, cluster: Cluster) -> None:
-    """Raises KitError where the forecast says that the job runs out of memory, with the cheapest change that fits."""
-    from kit.forecast.timing import predict
-
+def _check_layers(recipe: Recipe) -> None:
+    """Raises InputError for settings that transformers or PEFT would refuse for this model."""
     try:
-        memory = predict(recipe, cluster).memory
-    except InputError:  # a family of models that the forecast does not know
+        shape = load_shape(recipe.model.name)
+    except InputError:  # the forecast does not know the family, but it may train
         return
-    if memory.verdict == "does not fit":
-        raise KitError(
-            f"{recipe.name} does not fit {cluster.name}: {memory.allocated_gib:.1f} GiB allocated in "
-            f"{memory.peak_phase}, of {memory.capacity_gib:.1f}. {memory.cheapest_fix} "
-            "To launch it all the same, say --anyway."
-        )
+    shape.check(recipe)
 
 
-# What sbatch says, and what to change. Source: slurm_errno.c of Slurm 22.05.
-REFUSALS = {
-    "invalid partition": "Set slurm.partition to one of: {partitions}.",
-    "invalid qos": "Take --qos out of slurm.options, or name one that `sacctmgr show qos` lists.",
-    "qos": "A limit of your account or QOS is reached: wait for jobs to end, ask for less, or for another QOS.",
-    "account": "Set slurm.account to one that `sacctmgr show associations user=$USER` lists.",
-    "configuration is not available": "No node has that many GPUs, CPUs or that memory: see `sinfo -o '%P %c %m %G'`.",
-    "processors": "Lower nodes.cpus: the job asks for all of them; `sinfo -o '%P %c'` lists what nodes have.",
-    "node count": "Lower the number of nodes; `sinfo -o '%P %D'` lists what each partition has.",
-    "generic resource": "Set slurm.gres to what `sinfo -o '%P %G'` lists.",
-    "time limit": "Lower slurm.time; `sinfo -o '%P %l'` lists the limits.",
-    "timed out": "Slurm may have taken the job all the same: `kit state` finds it by its script when Slurm answers.",
-    "controller": "Nothing was submitted. Try again when `scontrol ping` says UP.",
-}
+def check_fit(recipe: Recipe, cluster: Cluster, predicted: Prediction | None) -> None:
+    """Raises KitError where the job runs out of memory by the forecast, with the cheapest change that fits."""
+    if predicted is None or predicted.memory.verdict != "does not fit":
+        return
+    memory = predicted.memory
+    raise KitError(
+        f"{recipe.name} does not fit {cluster.name}: {memory.allocated_gib:.1f} GiB allocated in {memory.peak_phase}, "
+        f"of {memory.capacity_gib:.1f}. {memory.cheapest_fix} Use --anyway to launch regardless."
+    )
+
+
+def freeze(recipe: Recipe, cluster: Cluster, dataset: Dataset, predicted: Prediction | None) -> Run:
+    """A new run folder with recipe, profile, the trainer's config files and the job script; nothing is submitted.
+
+    Raises InputError where the folder cannot be written.
+    """
+    run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
+    run.note(warning_s=job_script.warning_s(recipe, cluster, predicted), script_version=job_script.SCRIPT_VERSION)
+    for name, text in job_script.TRAINER.render(recipe, cluster, run.path).files.items():
+        files.write(run.path / name, text)
+    files.write(run.path / "job.sbatch", job_script.render_script(run))
+    return run
+
 
 # Source: the reasons in squeue(1).
 PENDING = {
@@ -168,67 +132,6 @@ PENDING = {
     "QOS": "a limit of its QOS is reached",
     "Assoc": "a limit of its account is reached",
 }
-
-
-def submit(run: Run, after: Run | None = None, when: str = "ok") -> None:
-    """sbatch, or the local runner; a run that was submitted before goes on where its last checkpoint is.
-
-    Raises SubmitError with Slurm's own words, InputError while the run's last job has not ended.
-    """
-    script, own = run.path / "job.sbatch", not run.trains
-    options = _dependency(after, when) + (_own_options(run) if own else [])
-    if run.job_id:
-        if not (now := state(run)).ended:
-            raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
-        evidence.archive(run)
-        if run.info.get("script", str(script)) != str(script) and not own:
-            from kit.slurm import script as sbatch
-
-            files.write(script, sbatch.render_script(run))  # the folder was moved, and the script holds its path
-    if not available():
-        return local.start(run)
-    environment = dict(os.environ)
-    try:
-        if own:  # the kit's own script leaves its evidence itself
-            files.write(run.path / "state" / "witness.sh", evidence.WITNESS)
-            environment |= {"BASH_ENV": str(run.path / "state" / "witness.sh"), "KIT_RUN": str(run.path)}
-        run.note(job_id=None, script=str(script), submitted=time.time())
-        watcher.enlist(run)  # first: where this kernel dies now, the watcher finds the job by its script
-    except OSError as error:
-        raise InputError(f"Nothing was submitted: {error.strerror} ({error.filename or run.path}).") from None
-    done = queue.command("sbatch", "--parsable", *options, str(script), env=environment)
-    if done.returncode != 0:
-        if "timed out" not in done.stderr:
-            run.note(submitted=None)
-        raise SubmitError(f"sbatch did not take {script}: {done.stderr.strip()}. {advice(done.stderr)}".strip())
-    job = done.stdout.strip().split(";")[0]
-    try:
-        return watcher.note_job(run, job)
-    except OSError as error:
-        raise KitError(
-            f"Job {job} was submitted, but {run.path} cannot be written: {error.strerror}. Free space there; then "
-            f"`kit state {run.path.name}` finds the job by its script."
-        ) from None
-
-
-def advice(words: str) -> str:
-    """What to change where sbatch says this; empty for what nobody foresaw."""
-    text = next((text for key, text in REFUSALS.items() if key in words.lower()), "")
-    partitions = queue.command("sinfo", "-h", "-o", "%P").stdout.split() if "{" in text else []
-    return text.format(partitions=", ".join(partitions))
-
-
-def _dependency(after: Run | None, when: str) -> list[str]:
-    """sbatch's options for a run that follows another. Raises InputError where it would never start."""
-    if when not in ("ok", "any"):
-        raise InputError(f'when is {when!r}; it is "ok" or "any".')
-    if after is None or (before := state(after)).state == "COMPLETED" or (before.ended and when == "any"):
-        return []  # asking Slurm is no use: it takes a job that it has forgotten for one that ended well
-    if before.ended or before.job_id is None:
-        raise InputError(f'{before.run} is {before.state}, so what follows it would never start; say when="any".')
-    if before.job_id.startswith("local-"):
-        raise InputError(f"{before.run} runs here, without a queue; wait for its end.")
-    return [f"--dependency=after{when}:{before.job_id}", "--kill-on-invalid-dep=yes"]
 
 
 def wait(run: Run, timeout: float | None = None, every: float = 0.5) -> evidence.State:

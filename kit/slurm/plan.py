@@ -1,74 +1,124 @@
-"""What a launch would do: where, with how many ranks, how long, from when, and what is wrong. Nothing is submitted."""
+"""What a launch would do: nodes, batch, data, forecast, start, job script and its lint findings. Submits nothing."""
 
 import html
 import re
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import find_prepared
 from kit.errors import InputError
-from kit.forecast.timing import predict
+from kit.forecast.timing import Prediction, predict
 from kit.lint.lint import Finding, lint, slurm_version
+from kit.lint.report import beside
+from kit.show import Part, Result, Table
 from kit.slurm import client as queue
-from kit.slurm import launch as slurm
-from kit.slurm import script as sbatch
+from kit.slurm import script as job_script
+from kit.slurm.launch import check
+from kit.slurm.submit import advice, available
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan in words, by topic; the job script as it would be, and the linter's findings in it."""
+class Plan(Result):
+    """What `launch` would do with a recipe and a cluster.
 
-    facts: dict[str, str]
+    facts: sentences by topic. verdict: whether it fits, by the forecast ("fits", "tight", "does not fit", "unknown").
+    dataset: the prepared folder; None: it is prepared first. start: Slurm's estimate; None: unknown, or it starts at
+    once on this machine. script: the job script, with findings of the linter.
+    """
+
+    facts: Mapping[str, str]
+    verdict: str
+    dataset: Path | None
+    start: str | None
+    findings: tuple[Finding, ...]
     script: str
-    findings: list[Finding]
 
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        told = [f"{name:12} {row}" for name, text in self.facts.items() for row in text.split("\n")]
-        return told + self._beside()["text/plain"].splitlines()
+    def as_dict(self) -> dict[str, Any]:
+        """What `kit launch --dry-run --json` prints."""
+        return {
+            "facts": dict(self.facts),
+            "verdict": self.verdict,
+            "dataset": str(self.dataset) if self.dataset else None,
+            "start": self.start,
+            "findings": [asdict(finding) for finding in self.findings],
+            "script": self.script,
+        }
 
-    def _beside(self) -> dict[str, str]:
-        from kit.notebook.magic import beside  # it loads IPython
+    def parts(self) -> Iterable[Part]:
+        """The facts, and the findings with their lines."""
+        yield self._table()
+        if self.findings:
+            yield self._report()["text/plain"].rstrip("\n")
 
-        return beside(self.script, self.findings)
+    def _table(self) -> Table:
+        rows = []
+        for name, text in self.facts.items():
+            first, *more = text.split("\n")
+            rows += [(name, first), *(("", line) for line in more)]
+        return Table(("", "plan"), rows)
 
-    def __repr__(self) -> str:
-        return "\n".join(self.lines())
+    def _report(self) -> dict[str, str]:
+        return beside(self.script, list(self.findings))
 
-    def _repr_html_(self) -> str:
-        style = "text-align:left;vertical-align:top;white-space:pre-line"
-        cells = [(html.escape(name), html.escape(text)) for name, text in self.facts.items()]
-        rows = "".join(f'<tr><th style="{style}">{n}</th><td style="{style}">{t}</td></tr>' for n, t in cells)
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """As every result, with the job script to unfold."""
         script = f"<details><summary>the job script</summary><pre>{html.escape(self.script)}</pre></details>"
-        return f'<table style="font-family:system-ui">{rows}</table>{self._beside()["text/html"]}{script}'
+        page = [self._table().html(), self._report()["text/html"] if self.findings else "", script]
+        return {"text/html": "\n".join(page), "text/plain": str(self)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """When the job would start. time: Slurm's estimate, where it has one."""
+
+    text: str
+    time: str | None = None
 
 
 def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) -> Plan:
-    """What `slurm.launch` would do with these. Raises InputError for what cannot run."""
-    slurm.check(recipe, cluster)
+    """What `launch` would do with these. Raises InputError for what cannot run."""
+    check(recipe, cluster)
     dataset = find_prepared(recipe, prepared)
-    path = Path(cluster.paths.runs).absolute() / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M')}"
-    script = sbatch.draft(recipe, cluster, path, dataset.path if dataset else prepared.absolute(), "drawn-at-launch")
-    found = [f for f in lint(script, "job.sbatch", cluster, slurm_version()) if f.rule != "KS201"]  # a new folder
-    data = f"prepared in {dataset.path}" if dataset else f"{recipe.data.source} is prepared first, on this machine"
+    predicted, unknown = None, ""
+    try:
+        predicted = predict(recipe, cluster, dataset.manifest if dataset else None)
+    except InputError as error:  # a model that the forecast does not know may still train
+        unknown = str(error)
+    folder = Path(cluster.paths.runs).absolute() / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M')}"
+    script = job_script.render(
+        job_script.Job(
+            recipe,
+            cluster,
+            folder,
+            dataset.path if dataset else prepared.absolute(),
+            "drawn-at-launch",
+            job_script.warning_s(recipe, cluster, predicted),
+        )
+    )
+    # KS201 is the folder of the log, which the launch makes.
+    findings = [found for found in lint(script, "job.sbatch", cluster, slurm_version()) if found.rule != "KS201"]
+    start = estimate_start(script)
     facts = {
         "recipe": f"{recipe.name}: {recipe.tuning.method} of {recipe.model.name}",
         "nodes": _nodes(recipe, cluster),
         "batch": _batch(recipe),
-        "data": data,
-        "forecast": _forecast(recipe, cluster, dataset.manifest if dataset else None),
-        "rendezvous": "at the address that Slurm has for the head node, on a free port picked by the job id; every "
-        "node proves that it reaches it before any rank starts",
-        "run folder": f"{path}, {_free(path):,.0f} GB free there",
-        "starts": _start(script),
-        "linter": f"{_count(len(found), 'finding')}, beside the lines below" if found else "no findings",
+        "data": f"prepared in {dataset.path}" if dataset else f"{recipe.data.source} is prepared first, here",
+        "forecast": _sentences(predicted) if predicted else unknown,
+        "rendezvous": "at the address that Slurm has for the head node, on a free port chosen by the job id; "
+        "every node checks that it reaches the head before any rank starts",
+        "run folder": f"{folder}, {_free_gb(folder):,.0f} GB free there",
+        "starts": start.text,
+        "linter": f"{_count(len(findings), 'finding')}, with the lines below" if findings else "no findings",
     }
-    return Plan(facts, script, found)
+    verdict = predicted.memory.verdict if predicted else "unknown"
+    return Plan(facts, verdict, dataset.path if dataset else None, start.time, tuple(findings), script)
 
 
 def _count(number: int, noun: str) -> str:
@@ -79,38 +129,38 @@ def _nodes(recipe: Recipe, cluster: Cluster) -> str:
     parallel, profile = recipe.parallel, cluster.slurm
     each = _count(parallel.gpus_per_node, "GPU" if cluster.nodes.gpus else "CPU rank")
     where = f", partition {profile.partition}" if profile.partition else ""
-    limit = f", at most {profile.time}" if profile.time else ", without a time limit of its own"
+    limit = f", at most {profile.time}" if profile.time else ", without a time limit in the profile"
     ranks = f"{_count(parallel.nodes, 'node')} x {each} = {_count(recipe.world_size, 'rank')}"
     return f"{ranks}, {parallel.strategy}{where}{limit}"
 
 
 def _batch(recipe: Recipe) -> str:
-    s = recipe.schedule
-    product = f"{_count(s.micro_batch, 'row')} x {s.grad_accum} accumulated x {_count(recipe.world_size, 'rank')}"
+    schedule = recipe.schedule
+    rows = _count(schedule.micro_batch, "row")
+    product = f"{rows} x {schedule.grad_accum} accumulated x {_count(recipe.world_size, 'rank')}"
     return f"{product} = {_count(recipe.batch, 'row')} of up to {recipe.data.seq_len:,} tokens a step"
 
 
-def _forecast(recipe: Recipe, cluster: Cluster, manifest: dict[str, object] | None) -> str:
-    try:
-        return str(predict(recipe, cluster, manifest))
-    except InputError as error:  # a family of models that it does not know
-        return str(error)
+def _sentences(predicted: Prediction) -> str:
+    """The forecast without its figures and tables."""
+    return "\n".join(part for part in predicted.parts() if isinstance(part, str))
 
 
-def _free(path: Path) -> float:
-    """GB free where the folder will be."""
-    return shutil.disk_usage(next(p for p in path.parents if p.exists())).free / 1e9
+def _free_gb(path: Path) -> float:
+    """GB (1e9) free where the folder will be."""
+    return shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free / 1e9
 
 
-def _start(script: str) -> str:
-    """When Slurm says that the job would start, if it were submitted now: `sbatch --test-only`."""
-    if not slurm.available():
-        return "at once, on this machine: no Slurm answers, and the local runner executes the same script"
+def estimate_start(script: str) -> Start:
+    """When Slurm would start this script if it were submitted now, by `sbatch --test-only`."""
+    if not available():
+        return Start("at once, on this machine: no Slurm answers, and the local runner executes the same script")
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
-        said = queue.command("sbatch", "--test-only", file.name).stderr
-    if found := re.search(r"Job \d+ to start at (\S+) using (\d+) processors on (?:nodes )?(\S+)", said):
-        return f"about {found[1].replace('T', ' ')} on {found[3]}, as the queue is now (sbatch --test-only)"
-    words = "; ".join(re.findall("(?:error|failure): (.+)", said)) or said.strip()
-    return f"Slurm would not take it: {words}. {slurm.advice(words)}".strip()
+        answer = queue.command("sbatch", "--test-only", file.name).stderr
+    if found := re.search(r"Job \d+ to start at (\S+) using (\d+) processors on (?:nodes )?(\S+)", answer):
+        text = f"about {found[1].replace('T', ' ')} on {found[3]}, as the queue is now (sbatch --test-only)"
+        return Start(text, found[1])
+    words = "; ".join(re.findall("(?:error|failure): (.+)", answer)) or answer.strip()
+    return Start(f"Slurm would not take it: {words}. {advice(words)}".strip())

@@ -16,6 +16,7 @@ from kit.errors import InputError
 from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run
+from kit.slurm.submit import available
 
 
 def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name = "tokenizers") -> tuple[Run, Run]:
@@ -23,7 +24,7 @@ def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name
 
     A task that failed can be requeued alone (`kit.slurm.launch.requeue`). Raises InputError without Slurm.
     """
-    if not slurm.available():
+    if not available():
         raise InputError("No Slurm answers here; prepare on this machine with --workers instead.")
     work = (out / f".{recipe.name}.tasks").absolute()
     work.mkdir(parents=True, exist_ok=True)

@@ -1,258 +1,192 @@
-"""The job script and its accelerate config: exactly what is submitted, written into the run folder."""
+"""Renders the job script of a training run from job.sbatch and node.sh: exactly what is submitted."""
 
-import contextlib
 import json
 import math
 import os
-import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from kit.config.cluster import Cluster, gres_for
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
-from kit.forecast.timing import disk_rate, predict
-from kit.slurm import environment as jobscript
-from kit.slurm import rendezvous
+from kit.forecast.timing import Prediction, disk_rate, predict
+from kit.slurm import environment, rendezvous
 from kit.slurm.run import Run
+from kit.slurm.template import fill
+from kit.slurm.variables import Variable
+from kit.trainers import trl
+from kit.trainers.base import Trainer
 
-# On each node: prove that it has what the job needs, reaches the head and runs the same software, then become
-# accelerate's launcher.
-NODE_COMMAND = """
-lacks() {{ echo "[start on ${{SLURMD_NODENAME:-$HOSTNAME}}] $1 is not here: $2 of the cluster profile."; exit 41; }}
-[ -d "$KIT_RUN/state" ] || lacks "$KIT_RUN" "every node must see paths.runs"
-command -v {python} > /dev/null || lacks {python} "set slurm.python, or the lines of slurm.setup,"
-{python} -m kit.train.sampler "$KIT_RUN" &
-exec {python} -m kit.slurm.rendezvous "$KIT_RUN"
-"""
+TRAINER: Trainer = trl
+# Seconds between Slurm's warning and the time limit where nothing is forecast, and at least. Saving takes seconds to
+# minutes, and the ranks look for the warning after each step.
+LEAST_WARNING_S = 120
+# Raised when a script of an earlier version of the kit would not run any more; such a script is rendered again when
+# its run is submitted again.
+SCRIPT_VERSION = 2
 
-BODY = """\
-set -euo pipefail
 
-export KIT_RUN={run}
-export KIT_PYTHON={python}
-{environment}
-restart=${{SLURM_RESTART_COUNT:-0}}
-: "${{KIT_JOB_ID:=$SLURM_JOB_ID}}"  # the local runner has ids of its own
+@dataclass(frozen=True)
+class Job:
+    """What a job script is rendered from. `folder` is the run folder, which need not exist yet.
 
-# Evidence of how the job ended, whole or absent: accounting may be off and nobody may be watching.
-record() {{  # NAME FACTS: state/NAME.<restart>.json. Slurm's SIGTERM goes to every process, also to mv.
-  local file=$KIT_RUN/state/$1.$restart.json
-  printf '{{"job_id": "%s", "time": %(%s)T, %s}}\\n' "$KIT_JOB_ID" -1 "$2" > "$file.new"
-  (trap '' TERM && exec mv "$file.new" "$file")
-}}
-leave() {{  # EXIT_CODE
-  local why=${{reason//[^[:print:]]/ }}  # JSON holds neither a line's end nor a bare quote
-  record exit "\\"exit_code\\": $1, \\"signal\\": \\"$caught\\", \\"reason\\": \\"${{why//[\\"\\\\]/}}\\""
-}}
-finish() {{ rc=$?; kill "$heart" 2>/dev/null || true; leave "$rc"; }}
-caught="" step="" heart="" reason=""
-rm -f "$KIT_RUN/state/stop" "$KIT_RUN/state/saved"
-trap finish EXIT
-stop() {{  # SIGNAL: KILL may follow before the step has ended, so this end is written down now
-  caught=$1
-  [ -n "$step" ] || exit 143
-  leave 143
-  kill -TERM "$step" 2>/dev/null || true
-}}
-trap 'stop TERM' TERM
-trap 'stop INT' INT
-# Slurm's warning. srun would hand it to every process of the step, accelerate's launcher among them, and end it: a file
-# tells the ranks, which look at each step.
-trap 'caught=USR2; : > "$KIT_RUN/state/stop"' USR2
-while sleep 10; do date +%s > "$KIT_RUN/state/heartbeat"; done &
-heart=$!
-newest=$(ls "$KIT_RUN/checkpoints" | sed -n 's/^checkpoint-//p' | sort -n | tail -n 1)
-record start "\\"nodes\\": \\"$SLURM_JOB_NODELIST\\", \\"checkpoint\\": \\"$newest\\""
-if [ "$(grep -l "\\"checkpoint\\": \\"$newest\\"" "$KIT_RUN"/state/start.*.json | wc -l)" -gt 2 ]; then
-  reason="no new checkpoint in three starts: save more often (schedule.save_every), or ask for more time"
-  echo "$reason" >&2
-  exit 1
-fi
+    warning_s: seconds before the time limit at which Slurm signals the job.
+    """
 
-{tokens}{setup}# The head's address comes from Slurm: node names need not resolve, and localhost would split the job.
-KIT_HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')
-read -r head _ <<< "$KIT_HOSTS"
-KIT_ADDRESS=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-[ -n "$KIT_ADDRESS" ] || {{ echo "scontrol show node gives no NodeAddr for the head node $head." >&2; exit 1; }}
-export KIT_HOSTS KIT_ADDRESS
-export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}  # Slurm 22.05 and 23.02 do not hand it to srun
+    recipe: Recipe
+    cluster: Cluster
+    folder: Path
+    dataset: Path
+    wandb_id: str
+    warning_s: int
 
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 {container}bash -c {node_command} &
-step=$!
-while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done  # a trap interrupts wait; the step may still be saving
-rc=0
-wait "$step" || rc=$?  # bash keeps the code of what has ended
-# Preempted, or told to stop and saved: the same job starts again, unless somebody ends it. A task of an array is named,
-# since the id of one of them is that of the whole array.
-finished() {{ [ "$KIT_RUN/state/result.json" -nt "$KIT_RUN/state/start.$restart.json" ]; }}
-step="" job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
-job=${{job:-$SLURM_JOB_ID}}
-now=$(scontrol show job -o "$job" || true)
-saved=$(cat "$KIT_RUN/state/saved" 2>/dev/null || true)
-case $caught$now in
-  TERM* | INT*) why="ended from outside" ;;
-  *" PreemptTime="[0-9]*) why="preempted" ;;
-  USR2*) why="time limit near" ;;
-  *) why="asked to stop" ;;
-esac
-if [ -n "$saved" ] || {{ [ "$why" = preempted ] && ! finished; }}; then
-  rc=75  # EX_TEMPFAIL: to be tried again
-  reason="$why${{saved:+, saved $saved}}"
-  if [[ $why != *" from outside" && $why != "asked to stop" && $now == *" JobState=RUNNING "* ]]; then
-    trap '' TERM  # which is what comes of it
-    if said=$(scontrol requeue "$job" 2>&1); then
-      reason+=", requeued"
-    else
-      reason+=", but Slurm does not start it again ($said): submit the run once more"
-    fi
-  fi
-  echo "$reason"
-  exit "$rc"
-fi
-if [ "$rc" -eq 0 ] && ! finished; then  # srun says 0 when a node fails
-  rc=1 reason="the training step ended without a result"
-elif [ "$rc" -ne 0 ]; then
-  "$KIT_PYTHON" -m kit.slurm.outcome "$KIT_RUN" "$rc" || rc=$?  # names the dead rank; its exit code becomes the job's
-fi
-exit "$rc"
-"""
+    @classmethod
+    def of_run(cls, run: Run) -> "Job":
+        """The job of a run. Runs from before `warning_s` was stored get the same seconds from a new forecast."""
+        info = run.info
+        dataset = Path(info["dataset"])
+        seconds = info.get("warning_s")
+        if seconds is None:
+            manifest = dataset / "manifest.json"
+            predicted = forecast(run.recipe, run.cluster, read_json(manifest) if manifest.exists() else None)
+            seconds = warning_s(run.recipe, run.cluster, predicted)
+        return cls(run.recipe, run.cluster, run.path, dataset, info["wandb_id"], seconds)
 
 
 def render_script(run: Run) -> str:
-    """The sbatch script of a run. One srun task a node; accelerate starts the ranks."""
-    return draft(run.recipe, run.cluster, run.path, Path(run.info["dataset"]), run.info["wandb_id"])
+    """The job script of a run."""
+    return render(Job.of_run(run))
 
 
-def draft(recipe: Recipe, cluster: Cluster, path: Path, dataset: Path, wandb_id: str) -> str:
-    """The script of a run in the folder `path`, which need not be there yet."""
-    slurm, contained = cluster.slurm, cluster.slurm.container.kind != "none"
-    python = shlex.quote(slurm.python or ("python3" if contained else sys.executable))
-    warning = f"--signal=B:USR2@{warning_s(recipe, cluster, dataset)}"
-    directives = "".join(f"#SBATCH {line}\n" for line in [*_directives(recipe, cluster, path), warning, *slurm.options])
-    environment = _environment(recipe, cluster, path, wandb_id)
-    elsewhere = contained or slurm.python
-    return f"#!/bin/bash\n{directives}" + BODY.format(
-        run=shlex.quote(str(path)),
-        python=jobscript.python(cluster),
-        environment="\n".join(jobscript.exports(environment) + ([jobscript.PYTHONPATH] if elsewhere else [])),
-        tokens=jobscript.tokens(cluster),
-        setup=jobscript.setup(cluster),
-        container=_container(recipe, cluster, [path.parent, dataset], list(environment)),
-        node_command=shlex.quote(("\n" + jobscript.PYTHONPATH) * contained + NODE_COMMAND.format(python=python)),
+def render(job: Job) -> str:
+    """The job script: srun starts one task on each node, and the trainer's launcher starts the ranks of that node."""
+    cluster, variables = job.cluster, exported(job)
+    environment_lines = environment.exports(variables)
+    if environment.has_image(cluster) or cluster.slurm.python:
+        environment_lines.append(environment.PYTHONPATH)
+    return fill(
+        "job.sbatch",
+        {
+            "run": str(job.folder),
+            "python": environment.interpreter(cluster),
+            "container": _container(job, list(variables)),
+            "node_script": _node_script(job),
+        },
+        {
+            "directives": "".join(f"#SBATCH {option}\n" for option in [_output(job), *options(job)]),
+            "environment": "".join(f"{line}\n" for line in environment_lines),
+            "tokens": environment.tokens(cluster),
+            "setup": environment.setup(cluster),
+        },
     )
 
 
-def _directives(recipe: Recipe, cluster: Cluster, path: Path) -> list[str]:
-    parallel, slurm = recipe.parallel, cluster.slurm
-    share = min(1.0, parallel.gpus_per_node / cluster.nodes.gpus) if cluster.nodes.gpus else 1.0
-    lines = [
-        f"--job-name={recipe.name}",
+def _node_script(job: Job) -> str:
+    """The shell code that each node runs, inside of the image where there is one."""
+    inside = environment.has_image(job.cluster)
+    python = job.cluster.slurm.python or ("python3" if inside else sys.executable)
+    return fill(
+        "node.sh",
+        {"python": python, "launcher": TRAINER.render(job.recipe, job.cluster, job.folder).launcher},
+        {"python_path": f"{environment.PYTHONPATH}\n" if inside else ""},
+    )
+
+
+def _output(job: Job) -> str:
+    return f'--output="{job.folder}/logs/slurm-%j.out"'
+
+
+def options(job: Job) -> list[str]:
+    """Every sbatch option of the job but --output; slurm.options of the profile come last, and so have precedence."""
+    parallel, nodes, slurm = job.recipe.parallel, job.cluster.nodes, job.cluster.slurm
+    share_of_node = min(1.0, parallel.gpus_per_node / nodes.gpus) if nodes.gpus else 1.0
+    out = [
+        f"--job-name={job.recipe.name}",
         f"--nodes={parallel.nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={max(1, int(cluster.nodes.cpus * share))}",
-        f'--output="{path}/logs/slurm-%j.out"',
+        f"--cpus-per-task={max(1, int(nodes.cpus * share_of_node))}",
         "--open-mode=append",
         "--requeue",
     ]
-    if cluster.nodes.gpus and slurm.gres:
-        lines.append(f"--gres={gres_for(slurm.gres, parallel.gpus_per_node)}")
-    lines += ["--exclusive", "--mem=0"] if cluster.nodes.gpus and share == 1 else []
+    if nodes.gpus and slurm.gres:
+        out.append(f"--gres={gres_for(slurm.gres, parallel.gpus_per_node)}")
+    if nodes.gpus and share_of_node == 1:
+        out += ["--exclusive", "--mem=0"]
     for option, value in (("partition", slurm.partition), ("time", slurm.time), ("account", slurm.account)):
-        lines += [f"--{option}={value}"] if value else []
-    return lines
+        if value:
+            out.append(f"--{option}={value}")
+    return [*out, f"--signal=B:USR2@{job.warning_s}", *slurm.options]
 
 
-def warning_s(recipe: Recipe, cluster: Cluster, dataset: Path) -> int:
-    """Seconds before the time limit at which Slurm warns the job.
+def forecast(recipe: Recipe, cluster: Cluster, manifest: dict[str, object] | None = None) -> Prediction | None:
+    """The forecast, by the manifest of prepared data where there is one; None for a family that it does not know."""
+    try:
+        return predict(recipe, cluster, manifest)
+    except InputError:
+        return None
 
-    Twice a step, an evaluation and a save, as forecast; at least 120, and at most half of the limit.
+
+def warning_s(recipe: Recipe, cluster: Cluster, predicted: Prediction | None) -> int:
+    """Seconds before the time limit at which Slurm should signal the job.
+
+    Twice a step, an evaluation and a save, as forecast; at least LEAST_WARNING_S, and at most half of the time limit.
     """
-    manifest, needed = dataset / "manifest.json", 0.0
-    with contextlib.suppress(InputError):  # a family of models that the forecast does not know
-        forecast = predict(recipe, cluster, read_json(manifest) if manifest.exists() else None)
-        save = forecast.storage.checkpoint_gb * 1e9 / disk_rate(cluster, cluster.paths.runs)
-        needed = 2 * ((forecast.time.step_range_s or (0, 0))[1] + (forecast.time.evaluation_s or 0) + save)
-    return math.ceil(min(max(120.0, needed), cluster.slurm.limit_s / 2))
+    needed = 0.0
+    if predicted is not None:
+        longest_step = predicted.time.step_range_s[1] if predicted.time.step_range_s else 0.0
+        save = predicted.storage.checkpoint_gb * 1e9 / disk_rate(cluster, cluster.paths.runs)
+        needed = 2 * (longest_step + (predicted.time.evaluation_s or 0.0) + save)
+    return math.ceil(min(max(LEAST_WARNING_S, needed), cluster.slurm.limit_s / 2))
 
 
-def _container(recipe: Recipe, cluster: Cluster, folders: list[Path], names: list[str]) -> str:
-    """What stands between srun and the node's command. What the ranks read and write has the same path inside."""
-    image, hf_home = cluster.slurm.container, cluster.paths.hf_home or os.environ.get("HF_HOME")
-    folders = [*folders, REPOSITORY, Path(hf_home or "~/.cache/huggingface")]
-    folders += [model] if (model := locate(recipe.model.name)).is_dir() else []
-    mounts = dict.fromkeys([str(p.expanduser().absolute()) for p in folders] + list(image.mounts))
-    pairs = [m if ":" in m else f"{m}:{m}" for m in mounts]
-    words = {
-        "none": [],
-        # What the image sets itself would win over the job, but for what is named.
-        "pyxis": [f"--container-image={image.image}", f"--container-mounts={','.join(pairs)}",
-                  f"--container-env={','.join(names)}"],
-        "apptainer": ["apptainer", "exec", "--nv", "--bind", ",".join(pairs), image.image],
-    }[image.kind]  # fmt: skip
-    return "".join(f"{shlex.quote(word)} " for word in words)
+def _container(job: Job, variables: list[str]) -> list[str]:
+    """The words between srun and the node's script. What the ranks read and write has the same path in the image."""
+    image = job.cluster.slurm.container
+    if image.kind == "none":
+        return []
+    mounts = [str(path.expanduser().absolute()) for path in _mounted(job)] + list(image.mounts)
+    pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in dict.fromkeys(mounts)]
+    if image.kind == "apptainer":
+        return ["apptainer", "exec", "--nv", "--bind", ",".join(pairs), image.image]
+    return [
+        f"--container-image={image.image}",
+        f"--container-mounts={','.join(pairs)}",
+        f"--container-env={','.join(variables)}",  # variables that are not listed have the image's values
+    ]
 
 
-def _environment(recipe: Recipe, cluster: Cluster, path: Path, wandb_id: str) -> dict[str, str]:
-    """What every process of the job sees; the cluster's own settings win."""
+def _mounted(job: Job) -> list[Path]:
+    """Folders that the ranks read and write."""
+    hf_home = job.cluster.paths.hf_home or os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    folders = [job.folder.parent, job.dataset, REPOSITORY, Path(hf_home)]
+    model = locate(job.recipe.model.name)
+    return [*folders, model] if model.is_dir() else folders
+
+
+def exported(job: Job) -> dict[str, str]:
+    """Environment variables of every process of the job. Those of the cluster profile have precedence."""
+    recipe, cluster = job.recipe, job.cluster
     values = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
         "WANDB_PROJECT": recipe.name,
-        "WANDB_DIR": str(path),
-        "WANDB_RUN_ID": wandb_id,
+        "WANDB_DIR": str(job.folder),
+        "WANDB_RUN_ID": job.wandb_id,
         "WANDB_RESUME": "allow",
         "WANDB_SILENT": "true",
-        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # default 15 s, and a killed run would leave nothing
+        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # the default is 15 s, lost if the run is killed
         "WANDB_X_STATS_SAMPLING_INTERVAL": "2",
-        "HF_HUB_OFFLINE": "1",  # what the job needs was found at launch; compute nodes may have no network
+        "HF_HUB_OFFLINE": "1",  # model and data were found at the launch; compute nodes may have no network
     }
-    if cluster.slurm.container.kind == "none" and not cluster.slurm.python:
-        values["KIT_SOFTWARE"] = json.dumps(rendezvous.software())  # what runs here: the nodes have to agree
+    if not environment.has_image(cluster) and not cluster.slurm.python:
+        # The nodes must have what this process has. Another interpreter has other versions.
+        values[Variable.SOFTWARE] = json.dumps(rendezvous.software())
     if cluster.paths.hf_home:
         values["HF_HOME"] = cluster.paths.hf_home
     if cluster.nodes.gpus == 0:
         threads = max(1, cluster.nodes.cpus // recipe.parallel.gpus_per_node)
         values |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     return values | cluster.environment
-
-
-def render_accelerate(recipe: Recipe, cluster: Cluster) -> str:
-    """accelerate's config as YAML. CPU ranks go the way of GPU ranks; kit.train switches FSDP on for them."""
-    parallel, gpus = recipe.parallel, cluster.nodes.gpus > 0
-    sharded = parallel.strategy in ("fsdp1", "fsdp2") and (gpus or recipe.world_size > 1)
-    kind = "FSDP" if sharded else "MULTI_GPU" if recipe.world_size > 1 else "'NO'"
-    lines = [
-        "compute_environment: LOCAL_MACHINE",
-        f"distributed_type: {kind}",
-        f"mixed_precision: {'bf16' if gpus else chr(39) + 'no' + chr(39)}",
-        f"num_machines: {parallel.nodes}",
-        f"num_processes: {recipe.world_size}",
-        "rdzv_backend: static",
-        "same_network: true",
-        f"use_cpu: {'false' if gpus else 'true'}",
-    ]
-    return "\n".join([*lines, *(_fsdp(recipe, gpus) if sharded else [])]) + "\n"
-
-
-def _fsdp(recipe: Recipe, gpus: bool) -> list[str]:
-    parallel = recipe.parallel
-    values: dict[str, object] = {
-        "fsdp_version": 2 if parallel.strategy == "fsdp2" else 1,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_activation_checkpointing": parallel.activation_checkpointing,
-        "fsdp_offload_params": parallel.offload,
-        "fsdp_cpu_ram_efficient_loading": gpus,  # rank 0 alone reads the weights
-        "fsdp_sync_module_states": gpus,
-    }
-    if parallel.strategy == "fsdp2":
-        values["fsdp_reshard_after_forward"] = parallel.sharding == "full"
-    else:
-        values["fsdp_sharding_strategy"] = {
-            "full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"
-        }[parallel.sharding]  # fmt: skip
-        values |= {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True}
-    return ["fsdp_config:", *(f"  {k}: {str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items())]

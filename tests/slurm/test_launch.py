@@ -11,13 +11,18 @@ import time
 import psutil
 import pytest
 
+from kit import files
 from kit.config.cluster import Cluster
+from kit.data.dataset import prepare
 from kit.errors import InputError, KitError, SubmitError
 from kit.forecast.shape import shipped
 from kit.slurm import client as queue
 from kit.slurm import launch as slurm
 from kit.slurm import outcome as evidence
 from kit.slurm.run import Run
+from kit.slurm.script import render_script
+from kit.slurm.submit import advice, options_for_own_script
+from kit.trainers.trl import render_accelerate
 from tests.conftest import REPOSITORY
 
 
@@ -252,11 +257,11 @@ def test_a_refusal_comes_with_what_to_change(live_slurm, launch, options, words)
 
 def test_refusals_for_accounts_limits_and_silence_have_their_own_advice():
     said = "Batch job submission failed: "
-    assert "another QOS" in slurm.advice(said + "Job violates accounting/QOS policy (job submit limit, ...)")
-    assert "sacctmgr" in slurm.advice(said + "Invalid account or account/partition combination specified")
-    assert "slurm.time" in slurm.advice(said + "Requested time limit is invalid (missing or exceeds some limit)")
-    assert "Nothing was submitted" in slurm.advice(said + "Unable to contact slurm controller (connect failure)")
-    assert slurm.advice(said + "something new") == ""
+    assert "another QOS" in advice(said + "Job violates accounting/QOS policy (job submit limit, ...)")
+    assert "sacctmgr" in advice(said + "Invalid account or account/partition combination specified")
+    assert "slurm.time" in advice(said + "Requested time limit is invalid (missing or exceeds some limit)")
+    assert "Nothing was submitted" in advice(said + "Unable to contact slurm controller (connect failure)")
+    assert advice(said + "something new") == ""
 
 
 @pytest.mark.slurm
@@ -309,6 +314,51 @@ def test_a_run_that_was_moved_is_submitted_again_from_its_new_place(live_slurm, 
     slurm.submit(moved)
     assert f"KIT_RUN={tmp_path / 'elsewhere'}" in (moved.path / "job.sbatch").read_text()
     slurm.cancel(moved)
+
+
+def test_the_seconds_of_the_warning_are_stored_with_the_run_and_its_script_has_them(recipe, local, tmp_path):
+    run = slurm.freeze(recipe, local, prepare(recipe), predicted=None)
+    assert run.info["warning_s"] == 120 and run.job_id is None
+    assert "#SBATCH --signal=B:USR2@120\n" in (run.path / "job.sbatch").read_text()
+    run.note(warning_s=333)
+    assert "#SBATCH --signal=B:USR2@333\n" in render_script(run)
+
+
+OLD_SCRIPT = """#!/bin/bash
+export KIT_RUN={run}
+exec python3 -m kit.rendezvous "$KIT_RUN"
+"""
+
+
+def test_a_run_from_before_the_script_had_a_version_starts_again_with_a_new_script(recipe, local, tmp_path):
+    """Its script starts a module that has another name now; run.json lacks the keys that were added since."""
+    run = Run.create(recipe, local, prepare(recipe).path, "digest")
+    (run.path / "job.sbatch").write_text(OLD_SCRIPT.format(run=run.path))
+    files.write(run.path / "accelerate.yaml", render_accelerate(recipe, local))
+    run.note(job_id="local-7", submitted=time.time() - 400)
+    evidence.witness(run, "slurm", state="FAILED", exit_code=1)
+    assert "warning_s" not in run.info and "script_version" not in run.info
+    slurm.submit(run)
+    try:
+        assert "-m kit.slurm.rendezvous" in (run.path / "job.sbatch").read_text()
+    finally:
+        slurm.cancel(run)
+
+
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        ("#!/bin/bash\ncat <<EOF\n#SBATCH --output=x\n#SBATCH --array=1-2\nEOF\n", ["--output={}/slurm-%j.out"]),
+        ("#!/bin/bash\n#SBATCH -N 1 -o mine.out\n", []),
+        ("#!/bin/bash\n#SBATCH --outp=mine.out\n", []),
+        ("#!/bin/bash\n#SBATCH --array=1-2\n", ["--output={}/slurm-%A_%a.out"]),
+        ("#!/bin/bash\n#SBATCH -a1-2\n#SBATCH --job-name='-o x'\n", ["--output={}/slurm-%A_%a.out"]),
+        ("#!/bin/bash\n\n#SBATCH --time=1\necho\n#SBATCH --output=late\n", ["--output={}/slurm-%j.out"]),
+    ],
+)
+def test_a_script_gets_the_kits_log_unless_a_directive_that_sbatch_reads_names_one(local, script, wanted):
+    run = Run.create_for_script(script, local, "own")
+    assert options_for_own_script(run) == [option.format(run.path / "logs") for option in wanted]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")

@@ -13,6 +13,7 @@ import pytest
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 from kit.slurm.script import render_script
+from kit.slurm.states import ScriptEnd, parse_record
 from tests.slurm.test_run import ranks_of, wait_for
 
 # Stand-ins. The step stops at state/stop, as training does; the script is its parent's parent at most.
@@ -36,7 +37,7 @@ def run(recipe, local, tmp_path):
 
 
 def play(run, step, record="JobState=RUNNING", requeue="exit 0", told=None, **environment):
-    """Run the job's script on stand-ins for srun and scontrol: (exit code, reason, ids that were requeued)."""
+    """Run the job's script on stand-ins for srun and scontrol: its exit record, and the ids that were requeued."""
     bin_ = run.path / "bin"
     bin_.mkdir()
     for name, text in (("srun", f"#!/bin/bash\n{step}"), ("scontrol", SCONTROL.format(record=record, requeue=requeue))):
@@ -56,7 +57,8 @@ def play(run, step, record="JobState=RUNNING", requeue="exit 0", told=None, **en
     requeued = run.path / "requeued"
     left = json.loads(max((run.path / "state").glob("exit.*.json")).read_text())
     assert left["exit_code"] == code, run.log.read_text()
-    return code, left["reason"], requeued.read_text().split() if requeued.exists() else []
+    assert left.keys() == {"version", "job_id", "time", "exit_code", "signal", "end", "requeued", "reason"}
+    return parse_record(left | {"source": "exit"}), requeued.read_text().split() if requeued.exists() else []
 
 
 UP = ': > "$KIT_RUN/up"\n'
@@ -67,25 +69,39 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
 @pytest.mark.parametrize(
     ("step", "more", "expected"),
     [
-        (UP + SAVES, {"told": signal.SIGUSR2}, (75, "time limit near, saved checkpoint-7, requeued", ["7"])),
-        (UP + SAVES, {"told": signal.SIGUSR2} | ARRAY, (75, "time limit near, saved checkpoint-7, requeued", ["5_1"])),
+        (UP + SAVES, {"told": signal.SIGUSR2},
+         (75, "USR2", ScriptEnd.TIME_LIMIT, "time limit near, saved checkpoint-7, requeued", ["7"])),
+        (UP + SAVES, {"told": signal.SIGUSR2} | ARRAY,
+         (75, "USR2", ScriptEnd.TIME_LIMIT, "time limit near, saved checkpoint-7, requeued", ["5_1"])),
         (UP + SAVES, {"told": signal.SIGUSR2, "record": "JobState=CANCELLED"},
-         (75, "time limit near, saved checkpoint-7", [])),
-        (UP + SAVES, {"told": signal.SIGUSR2, "requeue": 'echo "is \\"off\\""; exit 1'},
-         (75, "time limit near, saved checkpoint-7, but Slurm does not start it again (is off): "
-          "submit the run once more", ["7"])),
-        (SAVES, {"record": PREEMPTED, "told": "stop"}, (75, "preempted, saved checkpoint-7, requeued", ["7"])),
-        ("exit 1", {"record": PREEMPTED}, (75, "preempted, requeued", ["7"])),  # ended while it loaded
-        (SAVES, {"told": "stop"}, (75, "asked to stop, saved checkpoint-7", [])),
+         (75, "USR2", ScriptEnd.TIME_LIMIT, "time limit near, saved checkpoint-7", [])),
+        (SAVES, {"record": PREEMPTED, "told": "stop"},
+         (75, "", ScriptEnd.PREEMPTED, "preempted, saved checkpoint-7, requeued", ["7"])),
+        ("exit 1", {"record": PREEMPTED},  # preempted while it loaded
+         (75, "", ScriptEnd.PREEMPTED, "preempted, requeued", ["7"])),
+        (SAVES, {"told": "stop"}, (75, "", ScriptEnd.STOP_REQUESTED, "asked to stop, saved checkpoint-7", [])),
         ("trap 'exit 0' TERM\n" + 'echo checkpoint-7 > "$KIT_RUN/state/saved"\n' + UP + "sleep 20 & wait",
-         {"told": signal.SIGTERM}, (75, "ended from outside, saved checkpoint-7", [])),
-        ("exit 3", {}, (3, "", [])),
-        ('echo {} > "$KIT_RUN/state/result.json"', {"record": PREEMPTED}, (0, "", [])),
-        ("exit 0", {}, (1, "the training step ended without a result", [])),
+         {"told": signal.SIGTERM}, (75, "TERM", ScriptEnd.SIGNAL, "ended from outside, saved checkpoint-7", [])),
+        ("trap 'exit 9' TERM\n" + UP + "sleep 20 & wait",
+         {"told": signal.SIGTERM}, (9, "TERM", ScriptEnd.SIGNAL, "", [])),
+        ("exit 3", {}, (3, "", ScriptEnd.FAILED, "", [])),
+        ('echo {} > "$KIT_RUN/state/result.json"', {"record": PREEMPTED}, (0, "", ScriptEnd.FINISHED, "", [])),
+        ("exit 0", {}, (1, "", ScriptEnd.FAILED, "the training step ended without a result", [])),
     ],
 )  # fmt: skip
-def test_a_job_starts_again_only_when_it_saved_or_was_preempted_and_nobody_ended_it(run, step, more, expected):
-    assert play(run, step, **more) == expected
+def test_a_job_is_requeued_only_after_a_save_or_a_preemption_and_not_after_a_signal(run, step, more, expected):
+    exit_, requeued = play(run, step, **more)
+    assert (exit_.exit_code, exit_.signal, exit_.end, exit_.reason, requeued) == expected
+    assert exit_.requeued is exit_.reason.endswith(", requeued")
+
+
+def test_a_requeue_that_slurm_refuses_is_recorded_with_slurms_words(run):
+    exit_, requeued = play(run, UP + SAVES, told=signal.SIGUSR2, requeue='echo "is \\"off\\""; exit 1')
+    assert (exit_.exit_code, exit_.end, exit_.requeued, requeued) == (75, ScriptEnd.TIME_LIMIT, False, ["7"])
+    assert exit_.reason == (
+        "time limit near, saved checkpoint-7, but Slurm did not requeue the job (is off): submit the run again"
+    )
+    assert not exit_.starts_again  # although the sentence contains the word
 
 
 def test_a_job_that_never_reaches_a_new_checkpoint_does_not_start_for_ever(run):
@@ -94,10 +110,12 @@ def test_a_job_that_never_reaches_a_new_checkpoint_does_not_start_for_ever(run):
     facts = '{{"job_id": "7", "time": {0}, "nodes": "node1", "checkpoint": "{1}"}}'
     for restart, newest in enumerate((20, 40, 40)):
         (run.path / "state" / f"start.{restart}.json").write_text(facts.format(restart, newest))
-    code, reason, requeued = play(run, "exit 0", SLURM_RESTART_COUNT="3")
-    assert code == 1 and requeued == []
-    assert reason.startswith("no new checkpoint in three starts: save more often")
-    assert reason in run.log.read_text()
+    (run.path / "state" / "start.0.copy.json").write_text(facts.format(0, 40))  # not a record of a start
+    (run.path / "checkpoints" / "checkpoint-60-copy").mkdir()
+    exit_, requeued = play(run, "exit 0", SLURM_RESTART_COUNT="3")
+    assert (exit_.exit_code, exit_.end, requeued) == (1, ScriptEnd.NO_PROGRESS, [])
+    assert exit_.reason.startswith("no new checkpoint in three starts: save more often")
+    assert exit_.reason in run.log.read_text()
 
 
 def test_the_local_runner_starts_a_job_again_too(run):

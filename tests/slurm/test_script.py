@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,7 +16,9 @@ from kit.forecast.timing import predict
 from kit.lint.lint import lint
 from kit.slurm.launch import launch, wait
 from kit.slurm.run import Run
-from kit.slurm.script import render_accelerate, render_script, warning_s
+from kit.slurm.script import forecast, render_script, warning_s
+from kit.slurm.template import fill
+from kit.trainers.trl import render_accelerate
 from tests.conftest import REPOSITORY
 
 
@@ -34,10 +37,36 @@ def script_of(recipe, cluster, tmp_path):
     return render_script(Run.create(recipe, Cluster.load(tmp_path / "c.toml"), tmp_path, "digest"))
 
 
-def test_the_script_is_valid_shell(run, tmp_path):
-    script = tmp_path / "job.sbatch"
-    script.write_text(render_script(run))
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
+def shellcheck(text, *options):
+    """What shellcheck finds in a bash script."""
+    program = Path(sys.executable).with_name("shellcheck")
+    command = [program, "--shell=bash", "--format=gcc", *options, "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stdout
+
+
+def test_shellcheck_finds_nothing_in_the_templates_and_in_a_rendered_script(run):
+    templates = [path for path in (REPOSITORY / "kit" / "slurm").iterdir() if path.suffix in (".sh", ".sbatch")]
+    assert {"job.sbatch", "node.sh", "tokens.sh"} <= {path.name for path in templates}
+    assert {path.name: shellcheck(path.read_text()) for path in templates} == {path.name: "" for path in templates}
+    script = render_script(run)
+    assert shellcheck(script) == ""
+    node_script = shlex.split(script[script.index("srun --ntasks") : script.index(" &\nstep=$!")])[-1]
+    assert shellcheck(node_script) == ""
+    assert shellcheck("rm $1") != ""
+
+
+def test_every_placeholder_of_a_template_is_filled_and_no_other_value_is_taken():
+    filled = fill("tokens.sh", {"file": "a file"}, {})
+    assert "{{" not in filled and "'a file'" in filled
+    for values, code in (({}, {}), ({"file": "a", "more": "b"}, {}), ({"file": "a"}, {"more": "b"})):
+        with pytest.raises(ValueError, match=r"tokens.sh: the placeholders for (value|code) are"):
+            fill("tokens.sh", values, code)
+
+
+def test_a_value_that_looks_like_a_placeholder_is_not_filled_again():
+    text = fill("node.sh", {"python": "'{{launcher}}'", "launcher": ["a b", "$c"]}, {"python_path": "# {{python}}\n"})
+    assert f"python={shlex.quote(chr(39) + '{{launcher}}' + chr(39))}\n" in text
+    assert "# {{python}}\n" in text and "'a b' '$c'" in text
 
 
 def test_a_full_node_is_asked_for_whole_with_the_profiles_own_words(tmp_path):
@@ -64,7 +93,8 @@ def test_a_job_asks_for_the_recipes_gpus_and_for_the_other_resources_of_the_prof
 def test_each_node_meets_the_others_at_slurms_address_before_anything_runs(run):
     script = render_script(run)
     batch_side, node_side = script.split("bash -c '")
-    assert f"exec {sys.executable} -m kit.slurm.rendezvous" in node_side and "SLURM_NODEID" not in batch_side
+    assert f"python={sys.executable}\n" in node_side and 'exec "$python" -m kit.slurm.rendezvous' in node_side
+    assert "SLURM_NODEID" not in batch_side
     assert "export KIT_HOSTS KIT_ADDRESS" in batch_side and "NodeAddr=" in batch_side
     assert "29500" not in script and not re.search("^[^#]*localhost", script, re.MULTILINE)
 
@@ -72,7 +102,7 @@ def test_each_node_meets_the_others_at_slurms_address_before_anything_runs(run):
 def test_set_up_lines_may_read_unset_variables_and_the_rest_may_not(recipe, local, tmp_path):
     slurm = dataclasses.replace(local.slurm, setup=('echo "before[$NEVER_SET]"',))
     script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
-    setup = script[script.index("set +u") : script.index("# The head's")]
+    setup = script[script.index("set +u") : script.index("# ---- Training")]
     done = subprocess.run(["bash", "-c", f"set -u\n{setup}\necho $NEVER_SET"], capture_output=True, text=True)
     assert done.stdout == "before[]\n" and "NEVER_SET: unbound variable" in done.stderr
 
@@ -82,8 +112,9 @@ def test_slurm_warns_in_time_for_two_steps_and_saves_and_never_before_half_of_th
         slurm = dataclasses.replace(cluster.slurm, time=limit)
         paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
         run = Run.create(job, dataclasses.replace(cluster, slurm=slurm, paths=paths), tmp_path, "digest")
-        assert f"#SBATCH --signal=B:USR2@{warning_s(run.recipe, run.cluster, tmp_path)}\n" in render_script(run)
-        return warning_s(run.recipe, run.cluster, tmp_path)
+        seconds = warning_s(run.recipe, run.cluster, forecast(run.recipe, run.cluster))
+        assert f"#SBATCH --signal=B:USR2@{seconds}\n" in render_script(run)
+        return seconds
 
     assert warned(recipe, local, "") == warned(recipe, local, "1-0") == 120
     assert warned(recipe, local, "1") == 30
@@ -116,14 +147,14 @@ def test_an_image_gets_what_the_ranks_read_and_write_under_the_same_paths(tmp_pa
     else:
         assert words[3:9] == ["apptainer", "exec", "--nv", "--bind", mounts, "/images/kit 1.sqsh"]
     assert words[-3:-1] == ["bash", "-c"]
-    assert "exec python3 -m kit.slurm.rendezvous" in words[-1] and f"PYTHONPATH={REPOSITORY}" in words[-1]
+    assert "python=python3\n" in words[-1] and f"PYTHONPATH={REPOSITORY}" in words[-1]
     assert "KIT_SOFTWARE" not in script  # what runs in the image need not run where the job is launched
 
 
 def test_another_interpreter_by_profile_runs_the_ranks_and_is_not_held_against_this_one(recipe, local, tmp_path):
     slurm = dataclasses.replace(local.slurm, python="/shared/venv/bin/python", setup=("module load cuda",))
     script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
-    assert "exec /shared/venv/bin/python -m kit.slurm.rendezvous" in script and "KIT_SOFTWARE" not in script
+    assert "\npython=/shared/venv/bin/python\n" in script and "KIT_SOFTWARE" not in script
     assert sys.executable not in script
 
 
@@ -159,7 +190,7 @@ def test_the_script_is_right_and_without_a_finding_in_every_environment(tmp_path
     )  # fmt: skip
     assert Cluster.load(write(tmp_path / "c.toml", cluster.toml())) == cluster
     script = render_script(Run.create(job, cluster, tmp_path, "digest"))
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert shellcheck(script, "--exclude=SC1090,SC1091") == ""  # it does not follow what set-up lines source
     assert [f for f in lint(script, cluster=cluster, version="22.05.8") if f.severity != "info"] == []
     for line in ENVIRONMENTS[name].get("setup", ()):
         places = [script.index(f"\n{words}") for words in ("set +u", f"{line}\n", "set -u\n", "srun ")]
@@ -202,7 +233,7 @@ def test_tokens_are_read_from_a_private_file_and_from_no_other(recipe, local, tm
     file.chmod(0o600)
     script = render_script(Run.create(recipe, profile, tmp_path, "digest"))
     assert "hf_a" not in script
-    part = script[script.index("if [[ $(stat") : script.index("# The head's")]
+    part = script[script.index("if [[ $(stat") : script.index("# ---- Training")]
     show = 'printf "<%s>" "$HF_TOKEN" "$KEY" "$X" "$LAST"'
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", part + show], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("<hf_a b><quoted><a=b'c><end>", "")
@@ -210,7 +241,7 @@ def test_tokens_are_read_from_a_private_file_and_from_no_other(recipe, local, tm
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", part + show], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "chmod 600 it" in done.stderr
     file.unlink()
-    with pytest.raises(InputError, match=r"slurm.env_file: .*my tokens is not there. Write NAME=VALUE lines"):
+    with pytest.raises(InputError, match=r"slurm.env_file: .*my tokens does not exist. Write NAME=VALUE lines"):
         launch(recipe, profile)
 
 

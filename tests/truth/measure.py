@@ -81,7 +81,7 @@ def described(case: dict[str, Any]) -> dict[str, Any]:
 
 def set_environment(recipe: Recipe, folder: Path) -> None:
     """What `accelerate launch` would export for this recipe."""
-    from kit.slurm.script import render_accelerate
+    from kit.trainers.trl import render_accelerate
 
     for key in [k for k in os.environ if k.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[key]
