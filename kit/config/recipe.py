@@ -10,15 +10,17 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from annotated_types import Ge, Le
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from kit.config import schema
 from kit.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, table
 from kit.errors import InputError
 
+FOLDER_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+
 
 def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+    if not re.fullmatch(FOLDER_NAME, name):
         raise ValueError("it names folders, so use letters, digits, dots, dashes and underscores.")
     return name
 
@@ -137,7 +139,7 @@ class Schedule:
 class Recipe:
     """What to train."""
 
-    name: Annotated[str, AfterValidator(_folder_name)]
+    name: Annotated[str, AfterValidator(_folder_name), Field(json_schema_extra={"pattern": f"^{FOLDER_NAME}$"})]
     """Name of the recipe; run folders and datasets begin with it."""
     model: Model
     data: Data
