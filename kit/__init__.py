@@ -7,6 +7,8 @@ packages that can be called like the functions of the same name.
 import importlib
 from typing import Any
 
+from kit.callable_room import TARGETS
+
 _HOME = {
     "Cluster": "kit.config.cluster",
     "Recipe": "kit.config.recipe",
@@ -20,16 +22,19 @@ _HOME = {
     "plan": "kit.slurm.plan",
     "launch": "kit.slurm.launch",
     "runs": "kit.slurm.run",
-    "compare": "kit.notebook.compare",
     "load_ipython_extension": "kit.notebook.magic",
 }
-_ROOMS = ("check", "watch", "checkpoints")  # packages that can be called
-__all__ = ["check", "checkpoints", "watch", *_HOME]
+TARGETS |= {
+    "kit.check": ("kit.check.survey", "survey"),
+    "kit.watch": ("kit.watch.board", "watch"),
+    "kit.checkpoints": ("kit.deploy.outputs", "checkpoints"),
+}
+__all__ = [*(room.removeprefix("kit.") for room in TARGETS), *_HOME]
 __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if f"kit.{name}" in TARGETS:
         return importlib.import_module(f"kit.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'kit' has no attribute {name!r}")

@@ -1,24 +1,26 @@
-"""Rooms that are called like functions: `kit.watch(run)` while `kit.watch` is also the package with that name."""
+"""Rooms that are called like functions: `kit.watch(run)` while `kit.watch` is also the package with that name.
+
+Python documents the mechanism: a module's `__class__` may be assigned to customise it. The face, kit/__init__.py, says
+which function each room calls.
+"""
 
 import importlib
 import sys
 from types import ModuleType
 from typing import Any
 
+TARGETS: dict[str, tuple[str, str]] = {}  # room -> module and function
+
 
 class CallableRoom(ModuleType):
-    """A package whose call is handed to a function inside it, which is imported at the first call."""
-
-    _target: tuple[str, str]
+    """A package whose call is handed to its function in TARGETS, which is imported at the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that `make_callable` named."""
-        module, function = self._target
+        """Call the room's function."""
+        module, function = TARGETS[self.__name__]
         return getattr(importlib.import_module(module), function)(*args, **kwargs)
 
 
-def make_callable(room: str, module: str, function: str) -> None:
-    """Make the package `room` callable. Python documents this: assign a module's __class__ to customise it."""
-    package = sys.modules[room]
-    package.__class__ = CallableRoom
-    package._target = (module, function)  # type: ignore[attr-defined]
+def make_callable(room: str) -> None:
+    """Make the package `room` callable."""
+    sys.modules[room].__class__ = CallableRoom

@@ -169,3 +169,18 @@ def progress_bar(total: float | None, description: str, unit: str = "it", **opti
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc=description, unit=unit, disable=None, dynamic_ncols=True, **options)
+
+
+class Answer(Result):
+    """A result made of ready values and parts, for what needs no class."""
+
+    def __init__(self, values: dict[str, Any], *parts: Part) -> None:
+        self._values, self._parts = values, parts
+
+    def as_dict(self) -> dict[str, Any]:
+        """The given values."""
+        return self._values
+
+    def parts(self) -> Iterable[Part]:
+        """The given parts."""
+        return self._parts

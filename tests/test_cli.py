@@ -35,9 +35,16 @@ def test_what_runs_on_a_login_node_loads_nothing_heavy(code):
 
 def test_the_public_names_are_these():
     assert sorted(kit.__all__) == [
-        "Cluster", "InputError", "KitError", "Recipe", "Run", "launch", "predict", "prepare", "watch"
+        "Cluster", "InputError", "KitError", "Recipe", "Run", "check", "checkpoints", "explore", "launch",
+        "load_ipython_extension", "plan", "predict", "prepare", "runs", "tune", "watch",
     ]  # fmt: skip
-    assert all(getattr(kit, name) for name in kit.__all__)
+    assert all(callable(getattr(kit, name)) for name in kit.__all__)
+
+
+@pytest.mark.parametrize("room", ["check", "watch", "checkpoints"])
+def test_a_room_can_be_called_and_imported_from(room):
+    package = getattr(kit, room)
+    assert callable(package) and package.__path__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kit.nothing
 
@@ -58,7 +65,7 @@ def test_the_forecast_is_one_json_object_with_the_promised_keys(capsys):
         (["predict", "lama8b"], "did you mean 'llama8b'"),
         (["predict", "llama8b", "--cluster", "h100"], "did you mean 'h100-8x8'"),
         (["predict", "llama8b", "-s", "schedule.lrr=1"], "did you mean 'schedule.lr'"),
-        (["predict", "llama8b", "-s", "schedule.lr"], "is no NAME=VALUE"),
+        (["predict", "llama8b", "-s", "schedule.lr"], "Expected NAME=VALUE"),
         (["predict", "llama8b", "-s", "parallel.strategy=fsdp"], "Valid: ddp, fsdp1, fsdp2"),
         (["state", "nothing"], "No run 'nothing'"),
         (["lint", "absent.sbatch"], "absent.sbatch"),
@@ -70,6 +77,29 @@ def test_a_wrong_call_exits_2_and_says_what_to_do(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("kit: ") and message in error
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys):
+    assert main(["pedict", "llama8b"]) == 2
+    assert "Did you mean 'predict'?" in capsys.readouterr().err
+
+
+def test_an_option_of_a_wrong_kind_exits_2(capsys):
+    assert main(["tail", "latest", "-n", "-5"]) == 2
+    assert main(["checkpoint", "time", "absent", "--ranks", "0"]) == 2
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"kit {kit.__version__}"
+
+
+def test_help_is_grouped_by_subject(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        group in shown for group in ("Cluster", "Data and forecast", "Jobs", "Checkpoints and models", "Notebooks")
+    )
 
 
 def test_what_does_not_fit_exits_1(capsys):

@@ -2,4 +2,4 @@
 
 from kit.callable_room import make_callable
 
-make_callable(__name__, "kit.watch.board", "watch")
+make_callable(__name__)

@@ -1,0 +1,7 @@
+"""`python -m kit.cli`: the command line."""
+
+import sys
+
+from kit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,181 @@
+"""`kit checkpoint`, `adapter`, `evaluate`: what a run leaves."""
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kit.cli.base import (
+    SETTINGS,
+    ClusterName,
+    Json,
+    Methods,
+    Overrides,
+    Ranks,
+    Repeats,
+    emit,
+    find_run,
+    finish,
+    load_cluster,
+    load_recipe,
+    numbers,
+    pairs,
+)
+from kit.errors import InputError, KitError
+from kit.show import Answer, Table
+
+app = typer.Typer(**SETTINGS)
+checkpoint = typer.Typer(help="Inspect checkpoints, time loading and saving, plan how often to save.", **SETTINGS)
+adapter = typer.Typer(help="Export an adapter from shards, merge it into its base, push it to a hub.", **SETTINGS)
+OUTPUT = "Checkpoints and models"
+app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OUTPUT)
+app.add_typer(adapter, name="adapter", rich_help_panel=OUTPUT)
+
+
+class Device(StrEnum):
+    """Where `kit checkpoint time` loads to."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@checkpoint.command("inspect")
+def checkpoint_inspect(
+    path: Path,
+    values: Annotated[bool, typer.Option("--values", help="Read every tensor and look for NaN and infinity.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show format, tensors, bytes and problems; exit 1 where there are any."""
+    from kit.checkpoints.inspect import inspect
+
+    value = inspect(path, values).as_dict()
+    emit(Answer(value, *(f"{key}: {text}" for key, text in value.items())), as_json)
+    finish(bool(value["problems"]))
+
+
+@checkpoint.command("time")
+def checkpoint_time(
+    path: Annotated[list[Path], typer.Argument(help="Several are timed in turns, such as one model on each mount.")],
+    method: Methods = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Evict first; fail where that cannot be proven.")] = False,
+    repeats: Repeats = 3,
+    ranks: Ranks = "1",
+    device: Device = Device.CPU,
+    as_json: Json = False,
+) -> None:
+    """Time loading, with proof that the files were cold or warm."""
+    from kit.checkpoints.timing import separable, time_load
+
+    found = time_load(path, method, cold, repeats, numbers(ranks), device.value)
+    lines = [f"{sample.path}, {sample.mount}: {sample}" for sample in found]
+    verdict = separable(found)
+    emit(Answer({"methods": [sample.as_dict() for sample in found], "separable": verdict}, *lines, *verdict), as_json)
+
+
+@checkpoint.command("save")
+def checkpoint_save(
+    where: Annotated[str, typer.Argument(help="A run, whose size and ranks are used, or a folder on the storage.")],
+    gb: Annotated[float, typer.Option(help="Size of the state (default: the run's, or 1).")] = 0.0,
+    method: Methods = None,
+    repeats: Repeats = 3,
+    ranks: Ranks = "",
+    as_json: Json = False,
+) -> None:
+    """Time saving: how long training is blocked, and until the files are on disk."""
+    from kit.checkpoints.plan import save_blocks
+    from kit.checkpoints.saving import time_save
+    from kit.forecast.timing import predict
+
+    folder, size, world, blocks = Path(where), gb or 1.0, numbers(ranks) or [1], {}
+    if not folder.is_dir() or (folder / "run.json").exists():
+        run = find_run(where)
+        folder, world, blocks = run.path / "checkpoints", numbers(ranks) or [run.recipe.world_size], save_blocks(run)
+        size = gb or predict(run.recipe, run.cluster).storage.checkpoint_gb
+    found = [sample for count in world for sample in time_save(folder, size, count, method, repeats)]
+    lines = [f"in the run, checkpoint-{step} blocked training for {seconds:.2f} s" for step, seconds in blocks.items()]
+    value = {"methods": [sample.as_dict() for sample in found], "run_blocked_s": blocks}
+    emit(Answer(value, *map(str, found), *lines), as_json)
+
+
+@checkpoint.command("plan")
+def checkpoint_plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="With a run, its measured save times are used.")],
+    overrides: Overrides = None,
+    cluster: ClusterName = "local",
+    as_json: Json = False,
+) -> None:
+    """Plan how often to save, and the storage that this takes."""
+    from kit.checkpoints.plan import plan_for, plan_for_run
+
+    try:
+        job = load_recipe(recipe, overrides)
+    except InputError as no_recipe:
+        if overrides or Path(recipe).is_file():
+            raise
+        try:
+            found = plan_for_run(find_run(recipe))
+        except InputError as no_run:
+            raise InputError(f"{no_recipe} {no_run}") from None
+    else:
+        found = plan_for(job, load_cluster(cluster))
+    emit(Answer(asdict(found), *found.lines()), as_json)
+
+
+@adapter.command("export")
+def adapter_export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT|RUN")],
+    out: Path,
+    name: Annotated[str, typer.Option(help="Which adapter, where the checkpoint has several.")] = "",
+) -> None:
+    """Write adapter_model.safetensors from the shards of a checkpoint or run."""
+    from kit.deploy.adapter import export
+
+    here = Path(checkpoint)
+    print(export(here if here.exists() else find_run(checkpoint).path, out, name))
+
+
+@adapter.command("merge")
+def adapter_merge(
+    adapter: Path, base: str, out: Path, shard_gb: Annotated[float, typer.Option(help="Size of a file, GB.")] = 5.0
+) -> None:
+    """Add an adapter to its base, shard by shard."""
+    from kit.deploy.adapter import merge
+
+    print(merge(adapter, base, out, shard_gb))
+
+
+@adapter.command("push")
+def adapter_push(adapter: Path, repo: str) -> None:
+    """Upload an adapter folder to a hub repository."""
+    from kit.deploy.adapter import push
+
+    print(push(adapter, repo))
+
+
+@app.command(rich_help_panel=OUTPUT)
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Model folder, adapter folder or hub id.")],
+    out: Annotated[Path, typer.Argument(help="New folder, for scores.json.")],
+    tasks: Annotated[str, typer.Option(help="lm-eval's tasks with commas between; facts is the kit's own.")] = "facts",
+    data: Annotated[list[str] | None, typer.Option(metavar="TASK=PATH", help="Where a task's data are.")] = None,
+    limit: Annotated[int, typer.Option(help="Questions of each task (0: all).")] = 0,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until it ends, and print the scores.")] = False,
+    cluster: ClusterName = "local",
+    as_json: Json = False,
+) -> None:
+    """Evaluate a merged model or an adapter with lm-eval (pip install kit\\[eval]), as a job."""
+    from kit.deploy.evaluate import launch, scores
+    from kit.slurm import launch as slurm
+
+    run = launch(model, out, load_cluster(cluster), tasks.split(","), pairs(data), limit)
+    value = {"run": str(run.path), "job_id": run.job_id, "out": str(out)}
+    if not wait:
+        emit(Answer(value, str(run.path), f"job {run.job_id}; its scores will be in {out}"), as_json)
+        return
+    end = slurm.wait(run)
+    if end.state != "COMPLETED":
+        raise KitError(f"The evaluation is {end.state}: {end.cause or 'no cause is known'}; see {run.log}.")
+    rows = scores(out)
+    emit(Answer(value | {"scores": rows}, Table.of(rows)), as_json)
