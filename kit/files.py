@@ -20,6 +20,11 @@ def locate(name: str) -> Path:
     return path if path.exists() or path.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
 
 
+def state_home() -> Path:
+    """The folder of what the kit remembers for this user: folders with runs, Slurm's answers, runs that are watched."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kit"
+
+
 def umask_mode(base: int = 0o666) -> int:
     """The mode that a plain open() would give a new file."""
     mask = os.umask(0)

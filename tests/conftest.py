@@ -7,6 +7,7 @@ import pytest
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
+from kit.slurm import ledger
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
@@ -20,6 +21,11 @@ def until(found, seconds=60):
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.2)
     return value
+
+
+def add_record(run, kind, **facts):
+    """Append a record of the run's present job to its ledger."""
+    ledger.append(run, kind(**{"time": time.time(), "job_id": run.job_id} | facts))
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ def measure(cluster: Cluster, profile: Path, say: Callable[[str], None]) -> Path
     """
     from kit.files import read_json, write
     from kit.slurm import launch as slurm
-    from kit.slurm.submit import available
+    from kit.slurm.client import available
 
     if profile.exists():
         raise InputError(f"{profile} exists; name a new file, compare, and replace the old profile yourself.")
@@ -98,7 +98,7 @@ def measure(cluster: Cluster, profile: Path, say: Callable[[str], None]) -> Path
     out = Path(cluster.paths.runs).absolute() / f".probe-{os.getpid()}-{time.time_ns()}.json"
     run = slurm.launch_script(render_script(cluster, out), cluster, "probe")
     say(f"{run.path.name} is job {run.job_id}; it takes about two minutes once it has started")
-    end = slurm.wait(run)
+    end = run.wait()
     if end.state != "COMPLETED" or not out.exists():
         raise KitError(f"The probe is {end.state}: {end.cause or run.tail()}")
     found = apply(read_json(out), cluster)

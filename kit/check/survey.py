@@ -132,11 +132,11 @@ def ask_nodes(
             run = slurm.launch_script(render_script(cluster, folder, nodes, gres), cluster, "survey")
             try:
                 say(f"job {run.job_id} looks at {nodes} nodes: a minute, once it has started")
-                end = slurm.wait(run, patience)
+                end = run.wait(patience)
                 word, late = f"{end.state} {end.cause}".strip(), 60 if end.state == "COMPLETED" else 10
             except BaseException as error:  # Ctrl-C, or too long
-                word, late = f"cancelled after {patience:.0f} s: {slurm.why_pending(run)}", 0
-                slurm.cancel(run)
+                word, late = f"cancelled after {patience:.0f} s: {run.why_pending()}", 0
+                run.cancel()
                 if not isinstance(error, KitError):
                     raise
         last = time.monotonic() + late  # a file system of a network shows files some time after they were written

@@ -24,7 +24,7 @@ from kit.cli.base import (
     warn,
 )
 from kit.errors import InputError
-from kit.show import Answer, Table
+from kit.show import Answer
 
 app = typer.Typer(**SETTINGS)
 CLUSTER, JOBS = "Cluster", "Jobs"
@@ -109,12 +109,12 @@ def launch(
         emit(plan(job, machines), as_json)
         return
     run = slurm.launch(job, machines, anyway=anyway, after=find_run(after) if after else None, when=when.value)
-    emit(Answer({"run": str(run.path), "job_id": run.job_id}, str(run.path), f"job {run.job_id}"), as_json)
+    emit(run, as_json)
     if not wait:
         return
-    effect = "ends" if str(run.job_id).startswith("local") else "leaves"
+    effect = "ends" if run.is_local else "leaves"
     warn(f"Waiting. `kit watch {run.path.name}` shows the run; Ctrl-C {effect} it.")
-    end = slurm.wait(run)
+    end = run.wait()
     warn(f"{end.state}{': ' + end.cause if end.cause else ''}")
     raise typer.Exit(0 if end.state == "COMPLETED" else end.exit_code or 1)
 
@@ -122,23 +122,15 @@ def launch(
 @app.command(rich_help_panel=JOBS)
 def runs(as_json: Json = False) -> None:
     """List every run, newest first."""
-    from kit.slurm.launch import state as state_of
     from kit.slurm.run import runs as all_runs
 
-    found = [(run, state_of(run)) for run in all_runs()]
-    rows = [{"run": str(r.path), "job_id": r.job_id, "state": s.state, "tasks": s.tasks} for r, s in found]
-    table = Table(("run", "job", "state"), [(r.path.name, r.job_id, s.state) for r, s in found])
-    emit(Answer({"runs": rows}, table), as_json)
+    emit(all_runs(), as_json)
 
 
 @app.command(rich_help_panel=JOBS)
 def state(run: RunName, as_json: Json = False) -> None:
     """Show how a run is, why it waits, or how it ended and why."""
-    from kit.slurm import launch as slurm
-
-    found = find_run(run)
-    now, pending = slurm.state(found), slurm.why_pending(found)
-    emit(Answer(now.as_dict() | {"pending": pending}, *now.lines(), *([pending] if pending else [])), as_json)
+    emit(find_run(run).state, as_json)
 
 
 @app.command(rich_help_panel=JOBS)
@@ -149,31 +141,25 @@ def tail(
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends; Ctrl-C leaves it.")] = False,
 ) -> None:
     """Show the ends of the job's log and of every rank's log."""
-    from kit.slurm import launch as slurm
-
     found = find_run(run)
     if not follow:
         print(found.tail(rank, lines))
         return
-    for line in slurm.follow(found, rank, lines):
+    for line in found.follow(rank, lines):
         print(line, flush=True)
 
 
 @app.command(rich_help_panel=JOBS)
 def cancel(run: RunName, task: Task = None) -> None:
     """End a run."""
-    from kit.slurm import launch as slurm
-
-    slurm.cancel(find_run(run), task)
+    find_run(run).cancel(task)
 
 
 @app.command(rich_help_panel=JOBS)
 def requeue(run: RunName, task: Task = None) -> None:
     """Start a run again from its newest complete checkpoint."""
-    from kit.slurm import launch as slurm
-
     found = find_run(run)
-    slurm.requeue(found, task)
+    found.requeue(task)
     warn(f"{found.path.name} starts again as job {found.job_id}")
 
 

@@ -62,7 +62,6 @@ def sweep(
     from kit.notebook.sweep import rerun as submit_again
     from kit.notebook.sweep import sweep as start
     from kit.notebook.sweep import tasks
-    from kit.slurm import launch as slurm
 
     if rerun:
         made = find_run(rerun)
@@ -73,7 +72,7 @@ def sweep(
         raise InputError("kit sweep takes a notebook or a recipe, and a grid; or --rerun and a sweep.")
     warn(f"{made.path}, job {made.job_id}")
     if wait:
-        slurm.wait(made)
+        made.wait()
     found = tasks(made)
     rows = [{"task": t.number, "values": t.values, "out": str(t.out), "state": t.state} for t in found]
     shown = [(t.number, t.state, label(t.values), t.out.relative_to(made.path)) for t in found]

@@ -167,14 +167,13 @@ def evaluate(
 ) -> None:
     """Evaluate a merged model or an adapter with lm-eval (pip install kit\\[eval]), as a job."""
     from kit.deploy.evaluate import launch, scores
-    from kit.slurm import launch as slurm
 
     run = launch(model, out, load_cluster(cluster), tasks.split(","), pairs(data), limit)
     value = {"run": str(run.path), "job_id": run.job_id, "out": str(out)}
     if not wait:
         emit(Answer(value, str(run.path), f"job {run.job_id}; its scores will be in {out}"), as_json)
         return
-    end = slurm.wait(run)
+    end = run.wait()
     if end.state != "COMPLETED":
         raise KitError(f"The evaluation is {end.state}: {end.cause or 'no cause is known'}; see {run.log}.")
     rows = scores(out)

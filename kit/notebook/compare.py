@@ -18,9 +18,9 @@ from kit.errors import InputError
 from kit.forecast.timing import predict
 from kit.notebook.parameters import dotted, label, read_notebook
 from kit.notebook.sweep import tasks
-from kit.slurm import launch as slurm
-from kit.slurm import outcome as evidence
+from kit.slurm.ledger import read_records
 from kit.slurm.run import Run
+from kit.slurm.states import FINAL_STATES, ExitRecord, Record, SacctRecord, SlurmRecord, StartRecord
 from kit.watch.metrics import Metrics
 
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -105,11 +105,16 @@ def _metadata(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _is_end(record: Record) -> bool:
+    state = record.state if isinstance(record, SlurmRecord | SacctRecord) else None
+    return isinstance(record, ExitRecord) or (state is not None and state.final)
+
+
 def _of_run(run: Run, name: str = "", group: str = "", now: str = "", settings: Any = None) -> Entry:
-    now, records = now or slurm.state(run).state, evidence.records(run)
-    starts = [r["time"] for r in records if r["source"] == "start"]
-    ends = [r["time"] for r in records if r["source"] == "exit" or r.get("state") in evidence.ENDED]
-    end = min(ends, default=None) if now in evidence.ENDED else time.time()
+    now, records = now or run.state.state, read_records(run)
+    starts = [record.time for record in records if isinstance(record, StartRecord)]
+    ends = [record.time for record in records if _is_end(record)]
+    end = min(ends, default=None) if now in FINAL_STATES else time.time()
     hours = (end - min(starts)) / 3600 if starts and end else None
     gpus = run.recipe.world_size if run.trains and run.cluster.nodes.gpus else 0
     settings = settings or (dotted(schema.as_dict(run.recipe)) if run.trains else {})

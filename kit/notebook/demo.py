@@ -10,7 +10,6 @@ from kit.config import models as model
 from kit.errors import KitError
 from kit.notebook.execute import execute
 from kit.notebook.parameters import read_notebook
-from kit.slurm.launch import state
 from kit.slurm.run import Run
 
 NOTEBOOKS = files.REPOSITORY / "notebooks"
@@ -43,7 +42,7 @@ def _runs(out: Path) -> list[Run]:
 
 def _failed(out: Path) -> bool:
     """Whether the last demo's run ended badly, so that another must be launched."""
-    found = [state(run) for run in _runs(out)[-1:]]
+    found = [run.state for run in _runs(out)[-1:]]
     return any(s.ended and s.state != "COMPLETED" for s in found)
 
 

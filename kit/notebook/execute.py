@@ -29,7 +29,7 @@ from kit.errors import InputError, KitError
 from kit.notebook.parameters import Parameter, check, inject, read_notebook, read_parameters, read_values
 from kit.notebook.replay import provenance
 from kit.notebook.secrets import hide, secret_values
-from kit.slurm.submit import available
+from kit.slurm.client import available
 
 __all__ = ["KitEngine", "NotebookFailed", "Parameter", "check", "execute", "read_parameters", "read_values"]
 

@@ -119,7 +119,6 @@ def _results(path: Path) -> dict[str, Any]:
     """How it ended, the numbers in `result` and every loss of its runs; where it has neither, what its cells show."""
     from kit.notebook.compare import curves
     from kit.notebook.parameters import read_notebook
-    from kit.slurm import launch as slurm
     from kit.slurm.run import Run
 
     notebook = read_notebook(path)
@@ -128,7 +127,7 @@ def _results(path: Path) -> dict[str, Any]:
     began = datetime.fromisoformat(noted["start_time"]).timestamp()
     runs = [Run((path.parent / one).resolve()) for one in noted.get("runs", [])]
     for number, run in enumerate(run for run in runs if run.info["created"] >= began):  # the others it only looked at
-        end = slurm.wait(run).state
+        end = str(run.wait().state)
         losses = {f"{split} loss": [*map(list, zip(*curve, strict=True))] for split, curve in curves(run).items()}
         found |= {f"run {number} {key}": value for key, value in ({"end": end} | losses).items()}
     shown = {} if found else {f"cell {n + 1}": _shown(cell) for n, cell in enumerate(notebook.cells)}

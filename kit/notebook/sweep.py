@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from kit.errors import InputError, KitError
 from kit.notebook.parameters import check, label, read_notebook, read_parameters
 from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
-from kit.slurm import outcome as evidence
+from kit.slurm import ledger
+from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
+from kit.slurm.states import SubmitRecord
 from kit.slurm.submit import reach, submit
 
 STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
@@ -82,7 +85,7 @@ def _submit(run: Run, numbers: Sequence[int], limit: int) -> None:
 
 def tasks(run: Run) -> list[Task]:
     """Every task. What it left says whether it ended well, else Slurm how it is. Raises InputError for no sweep."""
-    plan, said = _plan(run), slurm.task_states(run)
+    plan, said = _plan(run), run.task_states()
     return [replace(task, state=_state(task, said)) for task in plan]
 
 
@@ -92,7 +95,7 @@ def _plan(run: Run) -> list[Task]:
     return [Task(n, one["values"], run.path / one["out"]) for n, one in enumerate(files.read_json(path))]
 
 
-def _state(task: Task, said: Mapping[int | None, evidence.State]) -> str:
+def _state(task: Task, said: Mapping[int | None, RunState]) -> str:
     told, whole = _told(task.out), said.get(None)
     if told != "COMPLETED" and task.number in said:
         return said[task.number].state
@@ -104,7 +107,7 @@ def _state(task: Task, said: Mapping[int | None, evidence.State]) -> str:
 def _told(out: Path) -> str:
     """How a task is by its own run or notebook; empty before it started."""
     if out.suffix != ".ipynb":
-        return slurm.state(run).state if (run := Run(out)).job_id else ""
+        return run.state.state if (run := Run(out)).job_id else ""
     meta = read_notebook(out).metadata.papermill if out.exists() else {}
     return {None: "RUNNING", True: "FAILED", False: "COMPLETED"}[meta["exception"]] if meta else ""
 
@@ -192,7 +195,7 @@ def _execute(run: Run, task: Task) -> int:
             os.environ["KIT_JOB_ID"] = _enter(run, task, job)
             os.execvp("bash", ["bash", str(task.out / "job.sbatch")])
         submit(one := Run(task.out))
-        return slurm.wait(one).exit_code or 0
+        return one.wait().exit_code or 0
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)
         return error.exit_code
@@ -204,10 +207,10 @@ def _enter(sweep: Run, task: Task, job: str) -> str:
     """Where a task is a run, make the task of the array its job; what an earlier job left goes into its ledger."""
     job = f"{job}_{task.number}"
     if task.out.suffix != ".ipynb" and (run := Run(task.out)).job_id != job:
-        evidence.archive(run)
+        ledger.archive(run)
         log, script = sweep.path / "logs" / f"slurm-{job}.out", sweep.path / "job.sbatch"
         run.note(job_id=job, submitted=sweep.info["submitted"], script=str(script), log=str(log))
-        evidence.witness(run, "submit")
+        ledger.append(run, SubmitRecord(time=time.time(), job_id=job))
     return job
 
 

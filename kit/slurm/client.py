@@ -1,4 +1,8 @@
-"""The queue as Slurm tells it: one batched, backing-off question for all of a user's jobs, shared by every kernel."""
+"""Slurm's programs: run one, and ask squeue, scontrol and sacct about jobs. No other module starts them.
+
+All kernels of a user share one answer of squeue in a file. One of them asks again when the answer is old; the pause
+between two questions doubles while nothing changes.
+"""
 
 import contextlib
 import fcntl
@@ -9,166 +13,312 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit import files
 from kit.errors import InputError
-from kit.slurm.outcome import ENDED
-from kit.slurm.run import state_home
+from kit.slurm.states import JobState, SacctRecord, SlurmRecord
 
-# Text, since squeue --json ignores every filter before 24.05. Command is last: a path may hold anything.
-FIELDS = ("JobArrayID", "State", "exit_code", "RestartCnt", "Requeue", "Reason", "StartTime", "NodeList", "Command")
-Row = dict[str, str]
+# Exit codes that `command` gives, as a shell, timeout(1) and sysexits.h do.
+NOT_INSTALLED, TIMED_OUT, NOT_CONFIGURED = 127, 124, 78
+# Text, since `squeue --json` ignores every filter before 24.05. Command is last: a path may contain the separator.
+SQUEUE_FIELDS = {
+    "job": "JobArrayID",
+    "state": "State",
+    "exit_code": "exit_code",
+    "restarts": "RestartCnt",
+    "requeue": "Requeue",
+    "reason": "Reason",
+    "start": "StartTime",
+    "nodes": "NodeList",
+    "command": "Command",
+}
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A row of squeue, as text; array tasks have a row each, with a job id such as 12_3.
+
+    exit_code: the raw wait status. record: the line of `scontrol show job`, of a job that has ended.
+    """
+
+    job: str
+    state: str
+    exit_code: str
+    restarts: str
+    requeue: str
+    reason: str
+    start: str
+    nodes: str
+    command: str
+    record: str = ""
+
+    @property
+    def array_job(self) -> str:
+        """The job id without the array index."""
+        return self.job.partition("_")[0]
+
+    @property
+    def job_state(self) -> JobState:
+        """The state."""
+        return JobState.parse(self.state)
+
+    def as_record(self, time: float, job_id: str, task: int | None) -> SlurmRecord:
+        """The row as a record of the ledger."""
+        code, signal = divmod(int(self.exit_code), 256)
+        signal &= 127  # bit 7 says that a core was dumped
+        return SlurmRecord(
+            time=time,
+            job_id=job_id,
+            task=task,
+            restart=int(self.restarts),
+            state=self.job_state,
+            exit_code=0 if signal else code,
+            signal=str(signal or ""),
+            reason="" if self.reason == "None" else self.reason,
+            requeue=self.requeue == "1",
+            nodes=self.nodes,
+            verbatim=self.record,
+        )
 
 
 @dataclass(frozen=True)
 class Queue:
-    """All of this user's jobs at `time`, array tasks as 12_3; `trouble` is what Slurm said since, in place of them."""
+    """All jobs of this user at `time`, by job id. Times are seconds since the epoch.
+
+    left: pending jobs that disappeared, and when; Slurm keeps no record of them. trouble: what Slurm said instead of an
+    answer since then. no_cluster: this machine does not belong to a Slurm cluster (any more).
+    asked: when squeue was started last; pause: seconds from then to the next question.
+    min_job_age: seconds that Slurm remembers a job after its end; 0: forever. accounting: whether sacct can answer.
+    """
 
     time: float = 0.0
-    rows: dict[str, Row] = field(default_factory=dict)
-    left: dict[str, float] = field(
-        default_factory=dict
-    )  # jobs that went while pending, which leave no record, and when
+    rows: dict[str, JobRow] = field(default_factory=dict)
+    left: dict[str, float] = field(default_factory=dict)
     trouble: str = ""
+    no_cluster: bool = False
     asked: float = 0.0
-    wait: float = 0.0  # seconds from `asked` to the next question
-    min_job_age: float = 300.0  # seconds that Slurm remembers a job after its end; 0: for ever
+    pause: float = 0.0
+    min_job_age: float = 300.0
     accounting: bool = False
     config_read: float = 0.0
 
     @property
-    def most(self) -> float:
-        """Seconds between questions while nothing changes: 60, but three looks before Slurm forgets a job."""
+    def longest_pause(self) -> float:
+        """60 s while nothing changes; less where Slurm forgets jobs sooner: three questions before it does."""
         return min(60.0, max(1.0, self.min_job_age / 3)) if self.min_job_age else 60.0
 
     @property
-    def least(self) -> float:
-        """Seconds between questions while things change: 2, rising to 30 for 500 jobs that have not ended."""
-        return min(max(2.0, sum(row["State"] not in ENDED for row in self.rows.values()) * 30 / 500), self.most)
+    def shortest_pause(self) -> float:
+        """2 s while things change, and more with many jobs: 30 s for 500 that have not ended."""
+        live = sum(not row.job_state.final for row in self.rows.values())
+        return min(max(2.0, live * 30 / 500), self.longest_pause)
+
+    @property
+    def next_question(self) -> float:
+        """When squeue may be asked again."""
+        return self.asked + self.pause
 
 
-def command(*words: str, timeout: float = 30, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm client. One that is absent or does not answer in time counts as failed, and its stderr says so."""
-    conf = Path(os.environ.get("SLURM_CONF", __file__))
-    if not conf.exists():  # clients would wait a minute for it
-        return subprocess.CompletedProcess(words, 1, "", f"SLURM_CONF names {conf}, which is not there")
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, **more)
-    except FileNotFoundError:
-        return subprocess.CompletedProcess(words, 127, "", f"{words[0]} is not installed here")
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 124, "", f"{words[0]} timed out after {timeout:.0f} s")
+def command(*words: str, timeout: float = 30, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's programs. Where it is absent or does not answer in time, that is in returncode and stderr.
 
-
-def place(name: str) -> Path:
-    """A file of this user's: one a login host, since locks do not cross hosts everywhere, and a cluster."""
-    cluster = hashlib.sha256(os.environ.get("SLURM_CONF", "").encode()).hexdigest()[:8]
-    return state_home() / f"{name}-{socket.gethostname()}-{cluster}"
-
-
-def look(since: float = 0.0) -> Queue:
-    """The queue from the shared file, or from squeue where it is time to ask again.
-
-    The pause doubles from 2 s to 60 s while nothing changes; news that the caller has, of `since`, cut it short.
+    timeout: seconds. options: of `subprocess.run`.
     """
-    path = place("queue")
-    with _lock(path.with_suffix(".lock"), wait=not path.exists()) as alone:
+    conf = os.environ.get("SLURM_CONF")
+    if conf and not Path(conf).exists():  # the programs would wait a minute for it
+        return subprocess.CompletedProcess(words, NOT_CONFIGURED, "", f"SLURM_CONF names {conf}, which does not exist")
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, **options)
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(words, NOT_INSTALLED, "", f"{words[0]} is not installed here")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, TIMED_OUT, "", f"{words[0]} timed out after {timeout:.0f} s")
+
+
+def available() -> bool:
+    """Whether this machine belongs to a Slurm cluster, even if the controller does not answer now."""
+    return "Slurmctld" in command("scontrol", "ping").stdout  # it says UP or DOWN at once
+
+
+def version() -> str:
+    """The release of sbatch, such as "22.05.8"; empty where it is not installed."""
+    return "".join(command("sbatch", "--version").stdout.split()[-1:])
+
+
+def partitions() -> list[str]:
+    """The partitions' names, the default one with an asterisk."""
+    return command("sinfo", "-h", "-o", "%P").stdout.split()
+
+
+# ------------------------------------------------------------------------------------------------- the shared answer
+
+
+def shared_file(name: str) -> Path:
+    """A file that this user's processes share; one for each cluster and login host, since locks may not cross hosts."""
+    cluster = hashlib.sha256(os.environ.get("SLURM_CONF", "").encode()).hexdigest()[:8]
+    return files.state_home() / f"{name}-{socket.gethostname()}-{cluster}"
+
+
+def queue(since: float = 0.0) -> Queue:
+    """This user's jobs: from the shared file, or from squeue where that may be asked again.
+
+    since: when the caller has seen something happen (seconds since the epoch); an older answer is renewed sooner.
+    """
+    path = shared_file("queue")
+    with _lock(path.with_suffix(".lock"), wait=not path.exists()) as locked:
         last = _read(path)
-        pause = min(last.wait, last.least) if since > last.time and not last.trouble else last.wait
-        if not alone or time.time() < last.asked + pause:
+        pause = min(last.pause, last.shortest_pause) if since > last.time and not last.trouble else last.pause
+        if not locked or time.time() < last.asked + pause:
             return last
-        new = _ask(last)
-        with contextlib.suppress(OSError):  # a full home folder is no reason not to answer
-            files.write_json(path, asdict(new))
-        return new
+        answer = _ask(last)
+        with contextlib.suppress(OSError):  # the answer is of use even where it cannot be saved
+            files.write_json(path, asdict(answer))
+        return answer
 
 
 @contextlib.contextmanager
 def _lock(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether this process may ask; False where another is asking just now."""
+    """Yield whether this process may ask; False where another one is asking."""
     with contextlib.ExitStack() as stack:
-        alone = True
-        with contextlib.suppress(OSError):  # no room or no locks here: then each kernel asks for itself
+        locked = True
+        with contextlib.suppress(OSError):  # no space or no locks on this file system: each process asks for itself
             path.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(path.open("a"))
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
-                alone = False
-        yield alone
+                locked = False
+        yield locked
 
 
 def _read(path: Path) -> Queue:
-    with contextlib.suppress(InputError, TypeError, OSError):  # absent, damaged, or of another version
-        return Queue(**files.read_json(path))
-    return Queue()
+    """The shared answer. A damaged one, one of another version, or one from the future counts as never asked.
+
+    The clock of a login node may have been ahead for some time; waiting for that time would take as long.
+    """
+    try:
+        saved = files.read_json(path)
+        known = {name.name for name in fields(Queue)}
+        rows = {job: JobRow(**row) for job, row in saved["rows"].items()}
+        last = Queue(**{name: value for name, value in saved.items() if name in known} | {"rows": rows})
+        from_the_future = max(last.time, last.asked, last.config_read, *last.left.values()) > time.time()
+        return Queue() if from_the_future else last
+    except (InputError, OSError, TypeError, KeyError, AttributeError):
+        return Queue()
 
 
 def _ask(last: Queue) -> Queue:
     now = time.time()
-    last = replace(last, asked=now, trouble="")
-    if now - last.config_read > 86400 and (config := command("scontrol", "show", "config").stdout):
-        age = re.search(r"MinJobAge\s*= (\d+)", config)
-        last = replace(last, config_read=now, accounting="accounting_storage/slurmdbd" in config)
-        last = replace(last, min_job_age=float(age[1])) if age else last
-    rows, trouble = jobs("-u", str(os.getuid()))
-    if trouble:
-        return replace(last, trouble=trouble, wait=min(max(2.0, 2 * last.wait), 60.0))
-    ended = {key: last.rows.get(key, {}).get("record") for key, row in rows.items() if row["State"] in ENDED}
-    new = records([key for key, record in ended.items() if record is None])
-    for key, record in ended.items():
-        rows[key]["record"] = record or new.get(key, "")
-    forgotten = now - (last.min_job_age or 86400)
-    left = {job: at for job, at in last.left.items() if at > forgotten}
-    if last.time > forgotten:  # a job that ran and ended since would still be remembered
-        left |= {job: now for job, row in last.rows.items() if job not in rows and row["State"] == "PENDING"}
-    now_known = replace(last, time=now, rows=rows, left=left)
-    least, most = now_known.least, now_known.most
-    return replace(now_known, wait=least if rows != last.rows else min(max(least, 2 * last.wait), most))
+    last = replace(last, asked=now, trouble="", no_cluster=False)
+    if now - last.config_read > DAY:
+        last = _with_config(last, now)
+    said = squeue("-u", str(os.getuid()))
+    if said.trouble:
+        pause = min(max(2.0, 2 * last.pause), 60.0)
+        return replace(last, trouble=said.trouble, no_cluster=said.no_cluster, pause=pause)
+    rows = _with_records(said.rows, last.rows)
+    answer = replace(last, time=now, rows=rows, left=_left(last, rows, now))
+    slower = min(max(answer.shortest_pause, 2 * last.pause), answer.longest_pause)
+    return replace(answer, pause=slower if rows == last.rows else answer.shortest_pause)
 
 
-def jobs(*which: str) -> tuple[dict[str, Row], str]:
-    """squeue's rows by job id, ended jobs too as long as Slurm remembers them, or Slurm's words where it gave none."""
-    done = command("squeue", *which, "-t", "all", "-h", "-r", "-O", ":|,".join(FIELDS) + ":4096")
-    lines = [[v.strip() for v in line.split("|", len(FIELDS) - 1)] for line in done.stdout.splitlines()]
-    words = "" if done.returncode == 0 else done.stderr.strip() or f"squeue failed with exit code {done.returncode}"
-    return {values[0]: dict(zip(FIELDS, values, strict=True)) for values in lines}, words
+def _with_config(last: Queue, now: float) -> Queue:
+    config = command("scontrol", "show", "config").stdout
+    if not config:
+        return last
+    age = re.search(r"MinJobAge\s*= (\d+)", config)
+    return replace(
+        last,
+        config_read=now,
+        accounting="accounting_storage/slurmdbd" in config,
+        min_job_age=float(age[1]) if age else last.min_job_age,
+    )
 
 
-def facts(row: Row) -> dict[str, Any]:
-    """What a row says, in the ledger's words. Its exit_code is a raw wait status."""
-    code, signal = divmod(int(row["exit_code"]), 256)
-    signal &= 127
-    return {
-        "state": row["State"], "reason": row["Reason"].replace("None", ""), "restart": int(row["RestartCnt"]),
-        "requeue": row["Requeue"] == "1", "nodes": row["NodeList"],
-        "exit_code": 0 if signal else code, "signal": str(signal or ""), "verbatim": row.get("record", ""),
-    }  # fmt: skip
+def _with_records(rows: dict[str, JobRow], before: dict[str, JobRow]) -> dict[str, JobRow]:
+    """The rows with scontrol's record of each job that has ended; those that are known are not asked for again."""
+    ended = [job for job, row in rows.items() if row.job_state.final]
+    known = {job: before[job].record for job in ended if job in before and before[job].record}
+    known |= job_records([job for job in ended if job not in known])
+    return {job: replace(row, record=known.get(job, "")) for job, row in rows.items()}
 
 
-def records(keys: Collection[str]) -> dict[str, str]:
-    """scontrol's own record, on one line, of each job that Slurm remembers; in one call."""
-    if not keys:
+def _left(last: Queue, rows: dict[str, JobRow], now: float) -> dict[str, float]:
+    """Pending jobs that disappeared since the last answer, and before it, as long as Slurm would remember a job.
+
+    A job that started and ended since then would still be remembered, if the last answer is not older than that.
+    """
+    forgotten = now - (last.min_job_age or DAY)
+    left = {job: when for job, when in last.left.items() if when > forgotten}
+    if last.time > forgotten:
+        pending = [job for job, row in last.rows.items() if row.job_state is JobState.PENDING]
+        left |= {job: now for job in pending if job not in rows}
+    return left
+
+
+# ----------------------------------------------------------------------------------------------- single programs
+
+
+class SqueueAnswer(NamedTuple):
+    """Rows by job id, or in `trouble` why there are none. no_cluster: this machine does not belong to a cluster."""
+
+    rows: dict[str, JobRow]
+    trouble: str = ""
+    no_cluster: bool = False
+
+
+def squeue(*which: str) -> SqueueAnswer:
+    """The jobs that Slurm knows; ended ones, too, until it forgets them.
+
+    which: squeue's options, such as "-j", "12".
+    """
+    asked = ":|,".join(SQUEUE_FIELDS.values()) + ":4096"
+    done = command("squeue", *which, "-t", "all", "-h", "-r", "-O", asked)
+    if done.returncode:
+        # Slurm's programs say this where they are installed and find no slurm.conf (read_config.c).
+        no_cluster = done.returncode == NOT_CONFIGURED or "configuration source" in done.stderr
+        trouble = done.stderr.strip() or f"squeue failed with exit code {done.returncode}"
+        return SqueueAnswer({}, trouble, no_cluster)
+    values = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in done.stdout.splitlines()]
+    rows = [JobRow(*(value.strip() for value in row)) for row in values if len(row) == len(SQUEUE_FIELDS)]
+    return SqueueAnswer({row.job: row for row in rows})
+
+
+def job_records(jobs: Collection[str]) -> dict[str, str]:
+    """The line of `scontrol show job` by job id, of the jobs that Slurm remembers; in one call."""
+    if not jobs:
         return {}
-    lines: dict[str, str] = {}
-    for line in command("scontrol", "show", "job", "-d", "-o", *(keys if len(keys) == 1 else ())).stdout.splitlines():
-        if match := re.match(r"JobId=(\d+)(?: ArrayJobId=(\d+) ArrayTaskId=(\S+))?", line):
-            lines |= {match[2] or match[1]: line, f"{match[2] or match[1]}_{match[3]}": line}
-    return {key: lines[key] for key in keys if key in lines}
+    one = tuple(jobs) if len(jobs) == 1 else ()
+    records: dict[str, str] = {}
+    for line in command("scontrol", "show", "job", "-d", "-o", *one).stdout.splitlines():
+        match = re.match(r"JobId=(\d+)(?: ArrayJobId=(\d+) ArrayTaskId=(\S+))?", line)
+        if match:
+            job, array, task = match[1], match[2], match[3]
+            records |= {array or job: line, f"{array or job}_{task}": line}
+    return {job: records[job] for job in jobs if job in records}
 
 
-def accounted(keys: Collection[str]) -> dict[str, dict[str, Any]]:
-    """What sacct says of each job, in one call; of several jobs with one id, of the last."""
-    if not keys:
+def sacct(jobs: Collection[str], now: float) -> dict[str, SacctRecord]:
+    """What the accounting database says, by job id, in one call; of several jobs with one id the last.
+
+    `job_id` and `task` of the records are not set.
+    """
+    if not jobs:
         return {}
-    done = command("sacct", "-X", "-P", "-n", "-j", ",".join(keys), "-o", "JobID,State%40,ExitCode,SubmitLine")
+    done = command("sacct", "-X", "-P", "-n", "-j", ",".join(jobs), "-o", "JobID,State%40,ExitCode,SubmitLine")
     found = {}
     for line in done.stdout.splitlines():
-        key, state, codes, submit_line = line.split("|", 3)
+        job, state, codes, submitted = line.split("|", 3)
         code, _, signal = codes.partition(":")
-        facts = {"state": state.split()[0], "exit_code": int(code), "signal": "" if signal == "0" else signal}
-        found[key] = facts | {"command": submit_line}
+        found[job] = SacctRecord(
+            time=now,
+            state=JobState.parse(state),
+            exit_code=int(code),
+            signal="" if signal == "0" else signal,
+            command=submitted,
+        )
     return found

@@ -1,8 +1,5 @@
 """Launches a run: checks recipe and cluster, prepares the data, freezes everything into a run folder, and submits."""
 
-import math
-import time
-from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kit import files
@@ -13,14 +10,10 @@ from kit.data.dataset import Dataset, find_prepared, prepare
 from kit.errors import InputError, KitError
 from kit.forecast.shape import load_shape
 from kit.forecast.timing import Prediction
-from kit.slurm import client as queue
-from kit.slurm import environment, local
-from kit.slurm import outcome as evidence
+from kit.slurm import environment
 from kit.slurm import script as job_script
 from kit.slurm.run import Run
 from kit.slurm.submit import reach, submit
-from kit.slurm.watcher import state as state
-from kit.slurm.watcher import task_states as task_states
 
 
 def launch(
@@ -112,109 +105,3 @@ def freeze(recipe: Recipe, cluster: Cluster, dataset: Dataset, predicted: Predic
         files.write(run.path / name, text)
     files.write(run.path / "job.sbatch", job_script.render_script(run))
     return run
-
-
-# Source: the reasons in squeue(1).
-PENDING = {
-    "None": "Slurm has not looked at it yet",
-    "Priority": "jobs of higher priority go first",
-    "Resources": "it is next, and waits until enough nodes, CPUs or GPUs are free",
-    "Dependency": "the run that it follows has not ended",
-    "DependencyNeverSatisfied": "the run that it follows did not end well: cancel it",
-    "BeginTime": "its start time has not come; a requeued job waits two minutes",
-    "JobHeldUser": "it is held: `scontrol release` it",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobArrayTaskLimit": "as many tasks of the array run as it allows",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
-    "PartitionDown": "the partition is closed",
-    "PartitionTimeLimit": "it asks for more time than the partition gives: lower slurm.time and submit again",
-    "PartitionNodeLimit": "it asks for more nodes than the partition gives: lower parallel.nodes and submit again",
-    "QOS": "a limit of its QOS is reached",
-    "Assoc": "a limit of its account is reached",
-}
-
-
-def wait(run: Run, timeout: float | None = None, every: float = 0.5) -> evidence.State:
-    """Block until the run ends. Ctrl-C ends a local run, which then is CANCELLED, and leaves a Slurm job alone.
-
-    Raises KitError after `timeout` seconds. Looks at the run's files; Slurm is asked as `queue.look` allows.
-    """
-    deadline = time.monotonic() + timeout if timeout else None
-    try:
-        while not (now := state(run)).ended:
-            if deadline and time.monotonic() > deadline:
-                raise KitError(f"{run.path.name} is still {now.state} after {timeout:.0f} s; it goes on.")
-            time.sleep(every)
-            every = min(every * 1.2, 5.0)
-    except KeyboardInterrupt:
-        if str(run.job_id).startswith("local-"):
-            cancel(run)
-        raise
-    return now
-
-
-def cancel(run: Run, task: int | None = None) -> None:
-    """End the run, or one task of an array: scancel, or the local runner.
-
-    Raises InputError where it has ended, since its job id may be another job's by now; KitError where Slurm refuses.
-    """
-    if (now := state(run)).ended or not now.job_id:
-        raise InputError(f"{now.run} is {now.state}: there is nothing to cancel.")
-    _told(run, "cancel", task, "scancel")
-
-
-def requeue(run: Run, task: int | None = None) -> None:
-    """Start the run again from its last checkpoint: as the same job while Slurm remembers it, else as a new one.
-
-    One task of an array can start again only while Slurm remembers. Raises KitError where Slurm refuses.
-    """
-    ended, job = state(run).ended, run.job_id or ""
-    known = job.isdigit() and f" Command={run.info.get('script')} " in queue.records([job]).get(job, "")
-    if not job.isdigit() or (ended and not known):
-        if task is not None:
-            raise KitError(f"Slurm does not know job {job} any more: launch the work of task {task} as a new run.")
-        return submit(run)
-    return _told(run, "requeue", task, "scontrol", "requeue")
-
-
-def _told(run: Run, what: str, task: int | None, *command: str) -> None:
-    key, facts = (run.job_id or "", {}) if task is None else (f"{run.job_id}_{task}", {"task": task})
-    if not key.startswith("local-"):
-        done = queue.command(*command, key)
-        if done.returncode != 0:
-            raise KitError(f"{' '.join(command)} {key}: {done.stderr.strip() or 'failed'}")
-    evidence.witness(run, what, **facts)
-    if key.startswith("local-"):
-        local.stop(run)
-
-
-def why_pending(run: Run) -> str:
-    """Slurm's reason in words, and its estimate of the start, for a job that waits; empty for another."""
-    now, rows = state(run), queue.look().rows
-    if now.state == "PENDING" and now.job_id not in {key.partition("_")[0] for key in rows}:
-        rows = queue.jobs("-j", str(now.job_id))[0]  # younger than the shared answer
-    row = next((r for k, r in rows.items() if k.partition("_")[0] == now.job_id and r["State"] == "PENDING"), None)
-    if not row:
-        return ""
-    words = next((text for key, text in PENDING.items() if key in row["Reason"]), "see `man squeue`")
-    start = "not known yet" if row["StartTime"] == "N/A" else row["StartTime"]
-    return f"pending, reason {row['Reason']}: {words}; estimated start {start}"
-
-
-def follow(run: Run, ranks: Collection[int] | None = None, lines: int = 20, seconds: float = math.inf) -> Iterator[str]:
-    """Lines of the job's log and of every rank's, or of these ranks', each with its file's name, as they are written.
-
-    Begins with the last `lines` of each, of 64 KiB at most; stops when the run ends, or after some seconds.
-    """
-    places: dict[Path, int] = {}
-    deadline, ended = time.monotonic() + seconds, False
-    while not ended:
-        ended = state(run).ended or time.monotonic() > deadline
-        for path in run.logs(ranks):
-            with path.open("rb") as stream:
-                place = stream.seek(places.get(path, max(0, path.stat().st_size - 2**16)))
-                whole, newline, _ = stream.read().rpartition(b"\n")
-            places[path] = place + len(whole + newline)
-            yield from (f"[{path.stem}] {line}" for line in whole.decode(errors="replace").splitlines()[-lines:])
-        lines = 0  # from now on all
-        time.sleep(0 if ended else 1)

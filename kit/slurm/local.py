@@ -1,4 +1,4 @@
-"""The local runner: a job script executed here with Slurm's variables set and stand-ins for srun and scontrol."""
+"""The local runner: executes a job script on this machine, with Slurm's variables and stand-ins for its programs."""
 
 import contextlib
 import itertools
@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from kit import files
 from kit.errors import InputError
-from kit.slurm import outcome as evidence
-from kit.slurm.run import Run
+from kit.slurm import ledger
+from kit.slurm.folder import LOCAL_PREFIX, RunFolder
+from kit.slurm.states import CancelRecord, JobState, SlurmRecord
+from kit.slurm.variables import Variable
 
-# srun runs its command once, as the only task of the only node; options of ours all have the form --name=value.
+# srun runs its command once, as the only task of the only node; the kit's own options all have the form --name=value.
 STAND_INS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
     "scontrol": """case "$1 $2" in
@@ -30,58 +31,78 @@ STAND_INS = {
 esac
 """,
 }
-PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+KILL_WAIT = 10.0  # seconds between SIGTERM and SIGKILL
+START_WAIT = 30.0  # seconds in which the runner has to start
 
 
-def start(run: Run) -> None:
-    """Start the run's script as a process of its own session, which outlives this one."""
-    run.note(job_id=f"local-{int(time.time() * 10) % 10_000_000}")
-    _pid_file(run).unlink(missing_ok=True)
-    with (run.path / "logs" / "runner.log").open("a") as log:
+def start(run: RunFolder) -> None:
+    """Start the run's script in a process that outlives this one. Raises InputError where it does not start."""
+    run.note(job_id=f"{LOCAL_PREFIX}{int(time.time() * 10) % 10_000_000}")
+    run.state_folder.runner.unlink(missing_ok=True)
+    log_path = run.path / "logs" / "runner.log"
+    with log_path.open("a") as log:
         command = [sys.executable, "-m", "kit.slurm.local", str(run.path)]
         subprocess.run(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
-    deadline = time.monotonic() + 30
-    while not _pid_file(run).exists():
+    deadline = time.monotonic() + START_WAIT
+    while not run.state_folder.runner.exists():
         if time.monotonic() > deadline:
-            raise InputError(f"The local runner did not start; see {run.path / 'logs' / 'runner.log'}.")
+            raise InputError(f"The local runner did not start; see {log_path}.")
         time.sleep(0.05)
 
 
-def _pid_file(run: Run) -> Path:
-    return run.path / "state" / "local.json"
-
-
-def execute(run: Run) -> int:
-    """Run the script to its end; the last record says how it ended."""
-    job = str(run.job_id).removeprefix("local-")
-    stand_ins = run.path / "state" / "stand-ins"
+def execute(run: RunFolder) -> int:
+    """Run the script, again as long as it requeues itself, and record how it ended. Returns its exit code."""
+    folder = run.state_folder
+    stand_ins = folder.path / "stand-ins"
     _write_stand_ins(stand_ins)
-    env = os.environ | {
-        "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
-        "KIT_JOB_ID": str(run.job_id), "SLURM_JOB_ID": job, "SLURM_JOB_NAME": run.path.name,
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": str(os.cpu_count()), "SLURMD_NODENAME": "localhost",
-        "SLURM_SUBMIT_DIR": str(Path.cwd()),
-    }  # fmt: skip
-    again = run.path / "state" / "requeue"
-    again.touch()
+    environment = _environment(run, stand_ins)
+    folder.local_requeue.touch()
     with run.log.open("a") as log:
-        for restart in itertools.takewhile(lambda _: again.exists(), itertools.count()):
-            again.unlink()
-            env["SLURM_RESTART_COUNT"] = str(restart)
-            script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=env, stdout=log, stderr=log)
+        for restart in itertools.count():
+            if not folder.local_requeue.exists():
+                break
+            folder.local_requeue.unlink()
+            environment["SLURM_RESTART_COUNT"] = str(restart)
+            script = subprocess.Popen(["bash", str(run.path / "job.sbatch")], env=environment, stdout=log, stderr=log)
             signal.signal(signal.SIGTERM, lambda *_, pid=script.pid: _end_tree(pid))
-            files.write_json(_pid_file(run), {"pid": os.getpid(), "created": psutil.Process().create_time()})
+            files.write_json(folder.runner, {"pid": os.getpid(), "created": psutil.Process().create_time()})
             code = script.wait()
-    _end_tree(os.getpid(), itself=False)  # whatever the script left behind
-    cancelled = any(r["source"] == "cancel" for r in evidence.records(run))
-    ended = "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED"
-    evidence.witness(
-        run, "slurm", state=ended, exit_code=max(code, 0), signal=str(-code) if code < 0 else "", runner="local"
-    )
+    _end_tree(os.getpid(), itself=False)  # what the script left running
+    ledger.append(run, _end_record(run, code))
     shutil.rmtree(stand_ins)
     return code
+
+
+def _environment(run: RunFolder, stand_ins: Path) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
+        Variable.JOB_ID: str(run.job_id),
+        "SLURM_JOB_ID": str(run.job_id).removeprefix(LOCAL_PREFIX),
+        "SLURM_JOB_NAME": run.name,
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_CPUS_PER_TASK": str(os.cpu_count()),
+        "SLURMD_NODENAME": "localhost",
+        "SLURM_SUBMIT_DIR": str(Path.cwd()),
+    }
+
+
+def _end_record(run: RunFolder, code: int) -> SlurmRecord:
+    """What Slurm would say of the end. code: of the script, negative for a signal."""
+    cancelled = any(isinstance(record, CancelRecord) for record in ledger.read_records(run))
+    ended = JobState.COMPLETED if code == 0 else JobState.FAILED
+    return SlurmRecord(
+        time=time.time(),
+        job_id=run.job_id,
+        state=JobState.CANCELLED if cancelled else ended,
+        exit_code=max(code, 0),
+        signal=str(-code) if code < 0 else "",
+        runner="local",
+    )
 
 
 def _write_stand_ins(folder: Path) -> None:
@@ -92,11 +113,11 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _end_tree(pid: int, itself: bool = True) -> None:
-    """SIGTERM to a process and all below it, SIGKILL after PATIENCE to these and what they started meanwhile."""
+    """SIGTERM to a process and all below it, SIGKILL after KILL_WAIT to these and what they started meanwhile."""
     family = _family(pid, itself)
     for process in family:
         _signal(process, signal.SIGTERM)
-    left = psutil.wait_procs(family, timeout=PATIENCE)[1]
+    left = psutil.wait_procs(family, timeout=KILL_WAIT)[1]
     for process in {late for slow in left for late in _family(slow.pid)}:
         _signal(process, signal.SIGKILL)
 
@@ -114,30 +135,33 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-def status(run: Run) -> dict[str, Any]:
-    """As Slurm would put it: RUNNING, or gone; the runner itself records the end."""
-    return {"state": "RUNNING"} if _runner(run) else {"gone": True}
+def is_running(run: RunFolder) -> bool:
+    """Whether the run's local runner lives; it records the end itself."""
+    return _runner(run) is not None
 
 
-def _runner(run: Run) -> psutil.Process | None:
-    """The live runner; a recycled process id has another creation time."""
-    known = files.read_json(_pid_file(run))
+def _runner(run: RunFolder) -> psutil.Process | None:
+    """The live runner. A process that was given the same id later has another creation time."""
+    known = files.read_json(run.state_folder.runner)
     try:
         process = psutil.Process(known["pid"])
         same = abs(process.create_time() - known["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return None
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{run.state_folder.runner} does not name the process of a local runner.") from None
     return process if same else None
 
 
-def stop(run: Run) -> None:
+def stop(run: RunFolder) -> None:
     """End the ranks and wait until the runner has recorded it."""
-    if process := _runner(run):
+    process = _runner(run)
+    if process:
         _signal(process, signal.SIGTERM)
-        psutil.wait_procs([process], timeout=2 * PATIENCE)
+        psutil.wait_procs([process], timeout=2 * KILL_WAIT)
 
 
 if __name__ == "__main__":
-    if os.fork():  # the parent returns at once; the runner belongs to nobody and leaves no zombie behind
+    if os.fork():  # the parent returns at once, so the runner is not its child and leaves no zombie
         os._exit(0)
-    sys.exit(execute(Run(Path(sys.argv[1]))))
+    sys.exit(execute(RunFolder(Path(sys.argv[1]))))

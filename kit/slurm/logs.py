@@ -1,67 +1,222 @@
-"""The log of a job: its last lines, what Slurm did to the job, and why it failed."""
+"""Job logs: their last lines, new lines as they are written, what Slurm did to the job, and why it failed."""
 
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any, NamedTuple
 
-# torch's elastic agent prints a block for the first rank that died; Slurm prints a line for what it did itself.
-_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
-_SLURM = re.compile(r"\*\*\* (JOB|STEP) \S+ ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?(?:, SEE [A-Z ]+)? \*\*\*")
-_SRUN = re.compile(r"^srun: error: (\S+): (tasks? \S+): (.+)$", re.MULTILINE)
-OOM_KILL = re.compile(r"oom.kill event|Exceeded job memory limit|Out Of Memory")
-_OOM = re.compile(OOM_KILL.pattern + "|CUDA out of memory|OutOfMemoryError", re.IGNORECASE)
-_TRACE = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)$", re.MULTILINE)
-ENDED_BY = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "": "CANCELLED"}
+from kit.errors import InputError
+from kit.show import Part, Result
+from kit.slurm.states import JobState
 
-
-def of_this_start(log: str, began: float) -> str:
-    """The part of a log that is not of an earlier start: a job that is requeued appends."""
-    stamps = [(m.end(), time.mktime(time.strptime(m[3], "%Y-%m-%dT%H:%M:%S"))) for m in _SLURM.finditer(log)]
-    return log[max((end for end, at in stamps if at < began - 1), default=0) :]
-
-
-def ended_by(log: str) -> tuple[str, str, str] | None:
-    """(node, state, why) from Slurm's line on what it did to the job. A step alone is also ended by a dead rank."""
-    found = [m for m in _SLURM.finditer(log) if (m[4] or "") in ENDED_BY and (m[1] == "JOB" or m[4])]
-    return (found[-1][2], ENDED_BY[found[-1][4] or ""], found[-1][4] or "") if found else None
-
-
-def traceback_in(log: str) -> tuple[str, bool]:
-    """The last exception of a log, and whether the log ends with it; what Python says that it ignored is none."""
-    log = re.sub(r"^(\[rank\d+\]|\d+): ", "", log, flags=re.MULTILINE)  # the labels of torch and of srun -l
-    ignored = ("Exception ignored", "Error in atexit")
-    found = [m for m in _TRACE.finditer(log) if not log[: m.start()].rstrip().rpartition("\n")[2].startswith(ignored)]
-    rest = [line for line in log[found[-1].end() :].split("\n") if line.strip()] if found else []
-    return found[-1][1] if found else "", all(line.startswith(("srun: ", "slurmstepd")) for line in rest)
-
-
-def dead_rank(log: str) -> tuple[int, int] | None:
-    """(rank, exit code) of the first rank that died by itself; a rank ended by SIGTERM died of another."""
-    found = [(int(rank), int(code)) for rank, code in _RANK.findall(log)]
-    return next((f for f in found if f[1] != -15), found[0] if found else None)
+# torch's elastic agent prints a block for each failed rank (torch/distributed/elastic/multiprocessing/errors).
+_FAILED_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
+# slurmstepd prints a line when Slurm ends a job or a step (slurmstepd/req.c, _handle_signal_container and others).
+_SLURM_KILL = re.compile(
+    r"\*\*\* (JOB|STEP) \S+ ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?(?:, SEE [A-Z ]+)? \*\*\*"
+)
+_FAILED_TASK = re.compile(r"^srun: error: (\S+): (tasks? \S+): (.+)$", re.MULTILINE)
+# The kit's own messages: of a rank, of the checks on a node, of the rendezvous.
+_MESSAGE = re.compile(r"^\[(?:rank \d+|start|rendezvous) on .*$", re.MULTILINE)
+# Slurm's words for a process that the kernel killed for its memory, of 22.05 and older releases.
+_OOM_KILL = re.compile(r"oom.kill event|Exceeded job memory limit|Out Of Memory")
+_OUT_OF_MEMORY = re.compile(_OOM_KILL.pattern + "|CUDA out of memory|OutOfMemoryError", re.IGNORECASE)
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)$", re.MULTILINE)
+_RANK_LABEL = re.compile(r"^(\[rank\d+\]|\d+): ", re.MULTILINE)  # of torch, and of `srun --label`
+_IGNORED_EXCEPTION = ("Exception ignored", "Error in atexit")  # the line before such a traceback
+_KILL_STATES = {
+    "": JobState.CANCELLED,
+    "TIME LIMIT": JobState.TIMEOUT,
+    "PREEMPTION": JobState.PREEMPTED,
+    "NODE FAILURE": JobState.NODE_FAIL,
+}
+SIGTERM_EXIT = -15  # exit code of a rank that was ended because another one had died
+MOST_BYTES = 2**20  # that are read of the end of a log
+FOLLOWED_BYTES = 2**16  # of the end of a log that `follow` begins with
 
 
-def cause_in(log: str) -> str:
-    """One line of cause from the job's log: rank, node, what; empty where it names none."""
-    if told := ended_by(log):
-        return f"Slurm ended it on {told[0]}: CANCELLED" + (f" DUE TO {told[2]}" if told[2] else "")
-    said = re.findall(r"^\[(?:rank \d+|start|rendezvous) on .*$", log, re.MULTILINE)
-    if dead := dead_rank(log):
-        rank, code = dead
-        own = next((line for line in said if line.startswith(f"[rank {rank} ")), "")
-        ended = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return own or f"rank {rank} {ended}" + (" (out of memory)" if _OOM.search(log) else "")
-    if said:
-        return str(said[0])
-    crash = traceback_in(log)[0]
-    memory = "out of memory" if _OOM.search(log) else ""
-    step = [f"{task} on {node}: {what}" for node, task, what in _SRUN.findall(log) if what != "Terminated"][:1]
-    return "; ".join([*step, *filter(None, [crash or memory])])
+class CauseKind(StrEnum):
+    """Which part of a log names the cause of a failure."""
+
+    SLURM = "slurm"  # Slurm ended the job
+    MESSAGE = "message"  # a line that the kit wrote
+    RANK = "rank"  # the elastic agent's report on a rank
+    EXCEPTION = "exception"  # a Python traceback, or a task that srun reports
 
 
-def end_of(path: Path, lines: int) -> str:
-    """The last lines of a file, however long it is; at most 1 MiB of it is read."""
+@dataclass(frozen=True)
+class Cause:
+    """One line of cause: where it was found, and the text for people."""
+
+    kind: CauseKind
+    text: str
+
+
+@dataclass(frozen=True)
+class SlurmKill:
+    """Slurm's line that it ended the job. `reason`: Slurm's words, such as "TIME LIMIT"; empty for scancel."""
+
+    node: str
+    state: JobState
+    reason: str
+
+
+class DeadRank(NamedTuple):
+    """A rank that ended with an error; the exit code is negative for a signal."""
+
+    rank: int
+    exit_code: int
+
+
+class LoggedException(NamedTuple):
+    """The last traceback's exception, and whether nothing but messages of Slurm follows it."""
+
+    text: str
+    at_end: bool
+
+
+def since_start(log: str, started: float) -> str:
+    """The part of a log that a start wrote: a requeued job appends to the log of the start before.
+
+    started: seconds since the epoch. Cuts after the last line of Slurm that is older.
+    """
+    kills = [(m.end(), time.mktime(time.strptime(m[3], "%Y-%m-%dT%H:%M:%S"))) for m in _SLURM_KILL.finditer(log)]
+    return log[max((end for end, when in kills if when < started - 1), default=0) :]
+
+
+def find_slurm_kill(log: str) -> SlurmKill | None:
+    """The last line in which Slurm says that it ended the job.
+
+    A line of a step counts only with a reason: a step is also cancelled when one of its tasks has died.
+    """
+    for match in reversed(list(_SLURM_KILL.finditer(log))):
+        what, node, reason = match[1], match[2], match[4] or ""
+        if reason in _KILL_STATES and (what == "JOB" or reason):
+            return SlurmKill(node, _KILL_STATES[reason], reason)
+    return None
+
+
+def find_exception(log: str) -> LoggedException | None:
+    """The last exception of a log, without those that Python reports as ignored."""
+    log = _RANK_LABEL.sub("", log)
+    last = None
+    for match in _TRACEBACK.finditer(log):
+        line_before = log[: match.start()].rstrip().rpartition("\n")[2]
+        if not line_before.startswith(_IGNORED_EXCEPTION):
+            last = match
+    if last is None:
+        return None
+    rest = [line for line in log[last.end() :].split("\n") if line.strip()]
+    return LoggedException(last[1], all(line.startswith(("srun: ", "slurmstepd")) for line in rest))
+
+
+def find_dead_rank(log: str) -> DeadRank | None:
+    """The first rank that died by itself; a rank that SIGTERM ended died because of another one."""
+    dead = [DeadRank(int(rank), int(code)) for rank, code in _FAILED_RANK.findall(log)]
+    return next((one for one in dead if one.exit_code != SIGTERM_EXIT), dead[0] if dead else None)
+
+
+def was_oom_killed(log: str) -> bool:
+    """Whether Slurm says that a process was killed for its memory."""
+    return _OOM_KILL.search(log) is not None
+
+
+def find_cause(log: str) -> Cause | None:
+    """The cause of a failure from the job's log, with rank and node where it names them; None where it names none."""
+    kill = find_slurm_kill(log)
+    if kill:
+        due = f" DUE TO {kill.reason}" if kill.reason else ""
+        return Cause(CauseKind.SLURM, f"Slurm ended it on {kill.node}: CANCELLED{due}")
+    messages = _MESSAGE.findall(log)
+    dead = find_dead_rank(log)
+    if dead:
+        own = [line for line in messages if line.startswith(f"[rank {dead.rank} ")]
+        return Cause(CauseKind.MESSAGE, own[0]) if own else Cause(CauseKind.RANK, _describe_rank(dead, log))
+    if messages:
+        return Cause(CauseKind.MESSAGE, messages[0])
+    exception = find_exception(log)
+    what = exception.text if exception else "out of memory" if _OUT_OF_MEMORY.search(log) else ""
+    tasks = [f"{task} on {node}: {end}" for node, task, end in _FAILED_TASK.findall(log) if end != "Terminated"]
+    text = "; ".join([*tasks[:1], *([what] if what else [])])
+    return Cause(CauseKind.EXCEPTION, text) if text else None
+
+
+def _describe_rank(dead: DeadRank, log: str) -> str:
+    code = dead.exit_code
+    end = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    return f"rank {dead.rank} {end}" + (" (out of memory)" if _OUT_OF_MEMORY.search(log) else "")
+
+
+def last_lines(path: Path, lines: int) -> str:
+    """The last lines of a file, of at most its last MiB. Raises InputError for a negative number."""
+    if lines < 0:
+        raise InputError(f"{lines} lines were asked for; give 0 or more.")
     with path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 2**20))
-        return "\n".join(stream.read().decode(errors="replace").splitlines()[-lines:])
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_BYTES))
+        found = stream.read(MOST_BYTES).decode(errors="replace").splitlines()
+    return "\n".join(found[len(found) - min(lines, len(found)) :])
+
+
+@dataclass(frozen=True)
+class LogTail(Result):
+    """The last lines of a run's logs, by file name; `run` is the run's name."""
+
+    run: str
+    logs: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The lines of each log."""
+        return {"run": self.run, "logs": {name: text.splitlines() for name, text in self.logs.items()}}
+
+    def parts(self) -> Iterable[Part]:
+        """Each log under its name."""
+        if not self.logs:
+            yield f"{self.run} has no such log yet."
+        for name, text in self.logs.items():
+            yield f"== {name}\n{text}"
+
+
+class _LogReader:
+    """New complete lines of one log since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = max(0, path.stat().st_size - FOLLOWED_BYTES)
+
+    def read(self, to_the_end: bool) -> list[str]:
+        """Complete lines; with `to_the_end` also a last line that has no line break."""
+        with self.path.open("rb") as stream:
+            stream.seek(self.place)
+            data = stream.read()
+        if not to_the_end:
+            data = data[: data.rfind(b"\n") + 1]
+        self.place += len(data)
+        return data.decode(errors="replace").splitlines()
+
+
+def follow(find_logs: Callable[[], list[Path]], finished: Callable[[], bool], lines: int = 20) -> Iterator[str]:
+    """Lines of logs as they are written, each with its file's name, until `finished` is true.
+
+    find_logs: the logs that exist now; called each second, since logs of ranks appear later.
+    lines: how many of the lines that are there at the beginning come first, of each log.
+    Raises InputError for a negative number of lines.
+    """
+    if lines < 0:
+        raise InputError(f"{lines} lines were asked for; give 0 or more.")
+    readers: dict[Path, _LogReader] = {}
+    first_round = True
+    over = False
+    while not over:
+        over = finished()
+        for path in find_logs():
+            reader = readers.setdefault(path, _LogReader(path))
+            new = reader.read(to_the_end=over)
+            shown = new[len(new) - min(lines, len(new)) :] if first_round else new
+            yield from (f"[{path.stem}] {line}" for line in shown)
+        first_round = False
+        if not over:
+            time.sleep(1)

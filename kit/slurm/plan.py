@@ -18,10 +18,10 @@ from kit.forecast.timing import Prediction, predict
 from kit.lint.lint import Finding, lint, slurm_version
 from kit.lint.report import beside
 from kit.show import Part, Result, Table
-from kit.slurm import client as queue
 from kit.slurm import script as job_script
+from kit.slurm.client import available, command
 from kit.slurm.launch import check
-from kit.slurm.submit import advice, available
+from kit.slurm.submit import advice
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def estimate_start(script: str) -> Start:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
-        answer = queue.command("sbatch", "--test-only", file.name).stderr
+        answer = command("sbatch", "--test-only", file.name).stderr
     if found := re.search(r"Job \d+ to start at (\S+) using (\d+) processors on (?:nodes )?(\S+)", answer):
         text = f"about {found[1].replace('T', ' ')} on {found[3]}, as the queue is now (sbatch --test-only)"
         return Start(text, found[1])

@@ -15,8 +15,8 @@ from kit.data.parts import encode_part
 from kit.errors import InputError
 from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
+from kit.slurm.client import available
 from kit.slurm.run import Run
-from kit.slurm.submit import available
 
 
 def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name = "tokenizers") -> tuple[Run, Run]:

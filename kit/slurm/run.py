@@ -1,33 +1,39 @@
-"""Run: one launch, a directory. Any kernel on any day can attach to it by folder or job id."""
+"""Run: one launch, a folder. Any kernel on any day can attach to it by folder, name or job id."""
 
 import contextlib
 import getpass
 import hashlib
-import os
+import itertools
+import math
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kit import files
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.errors import InputError
-from kit.slurm.logs import end_of
+from kit.errors import InputError, KitError
+from kit.show import Part, Result, Table
+from kit.slurm import client, evidence, ledger, local, logs, pending
+from kit.slurm.folder import RunFolder
+from kit.slurm.logs import LogTail
+from kit.slurm.outcome import RunState
+from kit.slurm.states import CancelRecord, JobState, Record, RequeueRecord
+from kit.slurm.submit import submit
+
+FOLDERS = ("logs", "state", "nodes", "wandb", "checkpoints")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder: run.json, recipe.toml, cluster.toml, job.sbatch, logs/, state/, wandb/, nodes/, checkpoints/."""
-
-    path: Path
+class Run(RunFolder, Result):
+    """A run: how it is, and what can be done with it. The files are described at RunFolder."""
 
     @classmethod
     def create(cls, recipe: Recipe, cluster: Cluster, dataset: Path, data_digest: str) -> "Run":
@@ -42,7 +48,7 @@ class Run:
 
     @classmethod
     def create_for_script(cls, script: str, cluster: Cluster, name: str) -> "Run":
-        """A run of a user's own script, byte for byte; it has no recipe."""
+        """A new folder for a user's own script, byte for byte; it has no recipe. Raises InputError as `create`."""
         return cls._new(name, cluster, {"job.sbatch": script})
 
     @classmethod
@@ -50,8 +56,8 @@ class Run:
         root, path = Path(cluster.paths.runs).absolute(), None
         try:
             root.mkdir(parents=True, exist_ok=True)
-            path = _new_name(root, f"{name}-{time.strftime('%Y%m%d-%H%M')}")
-            for folder in ("logs", "state", "nodes", "wandb", "checkpoints"):
+            path = _new_folder(root, f"{name}-{time.strftime('%Y%m%d-%H%M')}")
+            for folder in FOLDERS:
                 (path / folder).mkdir()
             for file, text in ({"cluster.toml": cluster.toml()} | texts).items():
                 files.write(path / file, text)
@@ -75,86 +81,131 @@ class Run:
         """A run by folder, name or job id; "latest" is the newest. Raises InputError that says where it looked."""
         if isinstance(ref, Run):
             return ref
-        if ref == "latest" and (newest := next(runs(), None)):
+        if ref == "latest" and (newest := next(find_runs(), None)):
             return newest
         if (Path(ref) / "run.json").is_file():
             return cls(Path(ref).absolute())
-        for run in runs():
-            if str(ref) in (run.path.name, run.job_id):
+        for run in find_runs():
+            if str(ref) in (run.name, run.job_id):
                 return run
-        looked = ", ".join(str(root) for root in roots()) or "no runs folder is known yet"
+        looked = ", ".join(str(root) for root in roots()) or "any folder: none with runs is known yet"
         raise InputError(
-            f"No run {str(ref)!r}: it is no folder with a run.json, and no run of that name or job id in {looked}."
+            f"No run {str(ref)!r}: it is not a folder with a run.json, and there is no run of that name or job id in "
+            f"{looked}."
         )
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        """The frozen copy. Raises InputError for a run of a user's own script, which has none."""
-        if not self.trains:
-            raise InputError(f"{self.path.name} has no recipe.toml: it runs a script of your own.")
-        return Recipe.load(self.path / "recipe.toml")
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        """The frozen copy."""
-        return Cluster.load(self.path / "cluster.toml")
-
     @property
-    def info(self) -> dict[str, Any]:
-        """What run.json says now."""
-        return dict(files.read_json(self.path / "run.json"))
+    def state(self) -> RunState:
+        """The state now: asks Slurm or the local runner, and judges every record. Slurm is asked at most every 2 s."""
+        state = evidence.state_of(self)
+        return replace(state, pending=pending.why_pending(self, state))
 
-    @property
-    def trains(self) -> bool:
-        """Whether it trains a recipe; a run of a user's own script has none."""
-        return (self.path / "recipe.toml").exists()
+    def task_states(self) -> dict[int | None, RunState]:
+        """The state of each array task by index; of a plain job under None."""
+        return evidence.task_states(self)
 
-    @property
-    def job_id(self) -> str | None:
-        """Slurm's job id, or local-<n>; None before the job was submitted."""
-        job: str | None = self.info["job_id"]
-        return job
+    def why_pending(self) -> str:
+        """Why the job waits in the queue, and Slurm's estimate of its start; empty where it does not wait."""
+        return self.state.pending
 
-    @property
-    def log(self) -> Path:
-        """The job's own log, which Slurm writes."""
-        return next(iter(self.task_logs.values()))
+    def wait(self, timeout: float | None = None, every: float = 0.5) -> RunState:
+        """Block until the run ends. Ctrl-C cancels a run of the local runner, and leaves a Slurm job alone.
 
-    @property
-    def task_logs(self) -> dict[int | None, Path]:
-        """The log of each task of an array; under None that of a job which is none."""
-        info = self.info
-        name = info.get("log") or f"logs/slurm-{str(info['job_id']).removeprefix('local-')}.out"
-        return {task: self.path / name.replace("%a", str(task)) for task in info.get("tasks") or [None]}
+        timeout, every: seconds. Reads the run's files; Slurm is asked less often. Raises KitError after `timeout`.
+        """
+        deadline = time.monotonic() + timeout if timeout else math.inf
+        try:
+            while not (state := evidence.state_of(self)).ended:
+                if time.monotonic() > deadline:
+                    raise KitError(f"{self.name} is still {state.state} after {timeout:.0f} s; it goes on.")
+                time.sleep(every)
+                every = min(every * 1.2, 5.0)
+        except KeyboardInterrupt:
+            if self.is_local:
+                self.cancel()
+            raise
+        return state
 
-    def logs(self, ranks: Collection[int] | None = None) -> list[Path]:
-        """The job's log, or those of its tasks, and every rank's, as far as they are there; or only these ranks'."""
-        if ranks is not None:
-            found = [self.path / "logs" / f"rank-{rank:03}.log" for rank in ranks]
+    def cancel(self, task: int | None = None) -> None:
+        """End the run, or one array task.
+
+        Raises InputError where it has ended, since its job id may be another job's by now, and KitError where Slurm
+        refuses.
+        """
+        state = evidence.state_of(self)
+        if state.ended or not state.job_id:
+            raise InputError(f"{self.name} is {state.state}: there is nothing to cancel.")
+        if not self.is_local:
+            self._run_command(task, "scancel")
+        self._record(CancelRecord, task)
+        if self.is_local:
+            local.stop(self)
+
+    def requeue(self, task: int | None = None) -> None:
+        """Start the run again from its last checkpoint: as the same job while Slurm remembers it, else as a new one.
+
+        An array task can start again only while Slurm remembers it. Raises KitError where Slurm refuses, and as
+        `submit` does.
+        """
+        if self._slurm_can_requeue():
+            self._run_command(task, "scontrol", "requeue")
+            self._record(RequeueRecord, task)
+        elif task is not None:
+            raise KitError(
+                f"Slurm does not know job {self.job_id} any more: launch the work of task {task} as a new run."
+            )
         else:
-            found = [*self.task_logs.values(), *sorted((self.path / "logs").glob("rank-*.log"))]
-        return [path for path in found if path.exists()]
+            submit(self)
 
-    def tail(self, ranks: Collection[int] | None = None, lines: int = 20) -> str:
-        """The last lines of each of these logs, as they are now."""
-        ends = [f"== {path.name}\n{end_of(path, lines)}" for path in self.logs(ranks)]
-        return "\n".join(ends) or f"{self.path.name} has no {'such log' if ranks else 'log'} yet."
+    def _slurm_can_requeue(self) -> bool:
+        """Whether the run has a job in Slurm that lives, or that has ended and that Slurm remembers as this run's."""
+        job = self.job_id or ""
+        if not job.isdigit():
+            return False
+        if not evidence.state_of(self).ended:
+            return True
+        return f" Command={self.info.get('script')} " in client.job_records([job]).get(job, "")
 
-    def note(self, **facts: Any) -> None:
-        """Add facts to run.json."""
-        path = self.path / "run.json"
-        files.write_json(path, (self.info if path.exists() else {}) | facts)
+    def _run_command(self, task: int | None, *words: str) -> None:
+        """Run a command of Slurm on the job or task. Raises KitError with Slurm's words."""
+        job = str(self.job_id) if task is None else f"{self.job_id}_{task}"
+        done = client.command(*words, job)
+        if done.returncode != 0:
+            raise KitError(f"{' '.join(words)} {job}: {done.stderr.strip() or 'failed'}")
 
-    def checkpoints(self) -> list[Path]:
-        """checkpoint-<step> folders, oldest first, complete or not."""
-        found = (self.path / "checkpoints").glob("checkpoint-*")
-        return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+    def _record(self, kind: type[Record], task: int | None) -> None:
+        ledger.append(self, kind(time=time.time(), job_id=self.job_id, task=task))
+
+    def tail(self, ranks: Collection[int] | None = None, lines: int = 20) -> LogTail:
+        """The last lines of the job's log and of every rank's, or of these ranks', as they are now."""
+        return LogTail(self.name, {path.name: logs.last_lines(path, lines) for path in self.logs(ranks)})
+
+    def follow(self, ranks: Collection[int] | None = None, lines: int = 20, seconds: float = math.inf) -> Iterator[str]:
+        """Lines of the job's log and of every rank's, or of these ranks', as they are written, with the file's name.
+
+        Begins with the last `lines` of each, of at most 64 KiB. Stops when the run ends, or after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+
+        def finished() -> bool:
+            return time.monotonic() > deadline or evidence.state_of(self).ended
+
+        return logs.follow(lambda: self.logs(ranks), finished, lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The folder and the job id."""
+        return {"run": str(self.path), "job_id": self.job_id}
+
+    def parts(self) -> Iterable[Part]:
+        """The folder and the job id."""
+        yield str(self.path)
+        yield f"job {self.job_id}" if self.job_id else "not submitted"
 
     def __repr__(self) -> str:
-        return f"Run({self.path.name}, job {self.job_id})"
+        return f"Run({self.name}, job {self.job_id})"
 
 
-def _new_name(root: Path, name: str) -> Path:
+def _new_folder(root: Path, name: str) -> Path:
     for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
         try:
             (root / (name + suffix)).mkdir()
@@ -176,14 +227,9 @@ def git_state(folder: Path = files.REPOSITORY) -> str:
     return done.stdout.strip()
 
 
-def state_home() -> Path:
-    """What the kit remembers for this user: folders with runs, the queue, runs that are watched."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kit"
-
-
 def _remember(root: Path) -> None:
     """So that a job id finds its run from any folder."""
-    path = state_home() / "roots"
+    path = files.state_home() / "roots"
     path.parent.mkdir(parents=True, exist_ok=True)
     if str(root) not in (path.read_text().splitlines() if path.exists() else []):
         with path.open("a") as stream:
@@ -192,15 +238,75 @@ def _remember(root: Path) -> None:
 
 def roots() -> list[Path]:
     """Folders that hold runs: ./runs and every other in which this user launched one."""
-    path = state_home() / "roots"
+    path = files.state_home() / "roots"
     known = path.read_text().splitlines() if path.exists() else []
     return [p for p in dict.fromkeys([Path("runs").absolute(), *map(Path, known)]) if p.is_dir()]
 
 
-def runs() -> Iterator[Run]:
-    """Every run that can be found, newest first; a folder whose run.json is damaged is none."""
-    found = [p for root in roots() for p in root.glob("*/run.json")]
-    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
-        with contextlib.suppress(InputError):
-            files.read_json(path)
-            yield Run(path.parent)
+def find_runs() -> Iterator[Run]:
+    """Every run in the known folders, newest first; a folder whose run.json is damaged or unreadable is left out."""
+    times: dict[Path, float] = {}
+    for root in roots():
+        for path in root.glob("*/run.json"):
+            with contextlib.suppress(OSError):
+                times[path] = path.stat().st_mtime
+    for path in sorted(times, key=lambda path: times[path], reverse=True):
+        run = Run(path.parent)
+        with contextlib.suppress(InputError, OSError):
+            _ = run.info
+            yield run
+
+
+@dataclass(frozen=True)
+class RunTable(Result):
+    """The state of every run that was found, newest first."""
+
+    states: Mapping[Run, RunState]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `kit runs --json` prints."""
+        return {
+            "runs": [
+                {
+                    "run": str(run.path),
+                    "job_id": state.job_id,
+                    "state": str(state.state),
+                    "tasks": state.as_dict()["tasks"],
+                }
+                for run, state in self.states.items()
+            ]
+        }
+
+    def parts(self) -> Iterable[Part]:
+        """A table of the runs."""
+        rows = [
+            (run.name, str(state.job_id), str(state.state), format_tasks(state.tasks))
+            for run, state in self.states.items()
+        ]
+        yield Table(("run", "job", "state", "tasks"), rows) if rows else "No runs were found."
+
+
+def runs() -> RunTable:
+    """The state of every run in ./runs and in each other folder in which this user launched one.
+
+    A run whose state cannot be read is shown as UNKNOWN, with the reason as its cause.
+    """
+    states: dict[Run, RunState] = {}
+    for run in find_runs():
+        try:
+            states[run] = evidence.state_of(run)
+        except (KitError, OSError) as error:
+            states[run] = RunState(run.name, None, JobState.UNKNOWN, cause=str(error))
+    return RunTable(states)
+
+
+def format_tasks(states: Mapping[int, JobState]) -> str:
+    """The array tasks of each state, such as "0-2 4 COMPLETED, 3 FAILED"."""
+    words = []
+    for name in dict.fromkeys(states.values()):
+        tasks = sorted(task for task, state in states.items() if state == name)
+        # Consecutive tasks differ from their position by the same number.
+        spans = [list(span) for _, span in itertools.groupby(enumerate(tasks), lambda pair: pair[1] - pair[0])]
+        ends = [(span[0][1], span[-1][1]) for span in spans]
+        words.append(" ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in ends) + f" {name}")
+    return ", ".join(words)

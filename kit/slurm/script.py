@@ -13,7 +13,7 @@ from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
 from kit.forecast.timing import Prediction, disk_rate, predict
 from kit.slurm import environment, rendezvous
-from kit.slurm.run import Run
+from kit.slurm.folder import RunFolder
 from kit.slurm.template import fill
 from kit.slurm.variables import Variable
 from kit.trainers import trl
@@ -43,7 +43,7 @@ class Job:
     warning_s: int
 
     @classmethod
-    def of_run(cls, run: Run) -> "Job":
+    def of_run(cls, run: RunFolder) -> "Job":
         """The job of a run. Runs from before `warning_s` was stored get the same seconds from a new forecast."""
         info = run.info
         dataset = Path(info["dataset"])
@@ -55,7 +55,7 @@ class Job:
         return cls(run.recipe, run.cluster, run.path, dataset, info["wandb_id"], seconds)
 
 
-def render_script(run: Run) -> str:
+def render_script(run: RunFolder) -> str:
     """The job script of a run."""
     return render(Job.of_run(run))
 

@@ -1,22 +1,21 @@
-"""Job states, the records of how a job went, and the files in a run's `state` folder: one vocabulary for all.
+"""Job states, and the records of how a job went: one vocabulary for all modules and job scripts.
 
 A *witness* is a source of evidence about a job. Each witness writes *records*: lines of `state/ledger.jsonl`, or small
 JSON files that the job's script leaves (`start.<restart>.json`, `exit.<restart>.json`). Records are read by
 `parse_record`, which checks their shape, so a damaged or foreign record never hides another one. `kit.slurm.outcome`
 judges them.
 
-The job scripts are written in bash and use the same names; a test compares them with this module.
+The job scripts are written in bash and use the same names; a test compares them with this module. The names of the
+files are in `kit.slurm.folder`.
 """
 
 import json
 import math
-import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 RECORD_VERSION = 1  # of the records' keys; records without the key `version` were written before it existed
 
@@ -299,7 +298,6 @@ def parse_line(line: str) -> Record | None:
 
 
 _WRONG = object()
-Enumeration = TypeVar("Enumeration", bound=StrEnum)
 
 
 def _checked(value: object, hint: Any) -> Any:
@@ -317,91 +315,3 @@ def _checked(value: object, hint: Any) -> Any:
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value if value >= 0 else _WRONG
     return value if kind in (str, bool) and isinstance(value, kind) else _WRONG
-
-
-# ------------------------------------------------------------------------------------------------------ state files
-
-
-class ScriptFile(NamedTuple):
-    """A start or exit file that the job's script left."""
-
-    path: Path
-    witness: Witness
-    restart: int
-    task: int | None
-
-
-@dataclass(frozen=True)
-class StateFolder:
-    """The names of the files in a run's `state` folder. The job script uses the same names."""
-
-    path: Path
-
-    @property
-    def ledger(self) -> Path:
-        """Records of every witness outside of the job, one JSON object a line, appended."""
-        return self.path / "ledger.jsonl"
-
-    def start(self, restart: int, task: int | None = None) -> Path:
-        """What the job's script wrote when it started: a StartRecord."""
-        return self._script_file(Witness.START, restart, task)
-
-    def exit(self, restart: int, task: int | None = None) -> Path:
-        """What the job's script wrote when it ended: an ExitRecord."""
-        return self._script_file(Witness.EXIT, restart, task)
-
-    def heartbeat(self, task: int | None = None) -> Path:
-        """Touched every 10 s while the job's script lives."""
-        return self.path / ("heartbeat" if task is None else f"heartbeat.{task}")
-
-    @property
-    def stop(self) -> Path:
-        """Written to ask training to save and stop at the next step."""
-        return self.path / "stop"
-
-    @property
-    def saved(self) -> Path:
-        """Written by training that was asked to stop: the name of the checkpoint that it saved."""
-        return self.path / "saved"
-
-    @property
-    def result(self) -> Path:
-        """Written by training that came to its last step."""
-        return self.path / "result.json"
-
-    @property
-    def progress(self) -> Path:
-        """Step, loss and time of the newest log line of training."""
-        return self.path / "progress.json"
-
-    @property
-    def runner(self) -> Path:
-        """Process id and creation time of the local runner."""
-        return self.path / "local.json"
-
-    @property
-    def local_requeue(self) -> Path:
-        """Written by the local runner's stand-in for `scontrol requeue`."""
-        return self.path / "requeue"
-
-    @property
-    def witness_script(self) -> Path:
-        """The copy of witness.sh that a user's own script reads through BASH_ENV."""
-        return self.path / "witness.sh"
-
-    def script_files(self) -> Iterator[ScriptFile]:
-        """The start and exit files, by name; files with other names are ignored."""
-        for path in sorted(self.path.glob("*.json")):
-            if match := re.fullmatch(r"(start|exit)\.(\d{1,9})(?:\.(\d{1,9}))?\.json", path.name, re.ASCII):
-                task = int(match[3]) if match[3] else None
-                yield ScriptFile(path, Witness(match[1]), int(match[2]), task)
-
-    def heartbeats(self) -> Iterator[tuple[Path, int | None]]:
-        """The heartbeat files, each with its array task; files with other names are ignored."""
-        for path in sorted(self.path.glob("heartbeat*")):
-            if match := re.fullmatch(r"heartbeat(?:\.(\d{1,9}))?", path.name, re.ASCII):
-                yield path, int(match[1]) if match[1] else None
-
-    def _script_file(self, witness: Witness, restart: int, task: int | None) -> Path:
-        suffix = "" if task is None else f".{task}"
-        return self.path / f"{witness}.{restart}{suffix}.json"

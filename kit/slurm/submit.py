@@ -1,24 +1,23 @@
-"""Submits a run folder's job script: to Slurm, or where no Slurm answers to the local runner."""
+"""Submit a run: sbatch, or the local runner where there is no Slurm, and what to change where sbatch refuses."""
 
 import os
 import time
+from pathlib import Path
 
 from kit import files
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
-from kit.lint import shell
-from kit.slurm import client as queue
-from kit.slurm import local, watcher
-from kit.slurm import outcome as evidence
+from kit.lint.shell import directives, options
+from kit.slurm import client, evidence, ledger, local, watcher
 from kit.slurm import script as job_script
-from kit.slurm.run import Run
+from kit.slurm.folder import RunFolder
+from kit.slurm.states import JobState
 from kit.slurm.variables import Variable
-from kit.slurm.watcher import state
 
-# What sbatch prints, and what to change. Source: slurm_errno.c of Slurm 22.05.
+# What sbatch says, and what to change; the first that its message contains counts. Source: slurm_errno.c, 22.05.
 REFUSALS = {
     "invalid partition": "Set slurm.partition to one of: {partitions}.",
-    "invalid qos": "Take --qos out of slurm.options, or name one that `sacctmgr show qos` lists.",
+    "invalid qos": "Remove --qos from slurm.options, or name one that `sacctmgr show qos` lists.",
     "qos": "A limit of your account or QOS is reached: wait for jobs to end, ask for less, or for another QOS.",
     "account": "Set slurm.account to one that `sacctmgr show associations user=$USER` lists.",
     "configuration is not available": "No node has that many GPUs, CPUs or that memory: see `sinfo -o '%P %c %m %G'`.",
@@ -31,14 +30,9 @@ REFUSALS = {
 }
 
 
-def available() -> bool:
-    """Whether this machine belongs to a Slurm cluster, also one whose controller does not answer at the moment."""
-    return "Slurmctld" in queue.command("scontrol", "ping").stdout  # UP or DOWN, at once
-
-
 def reach(cluster: Cluster, nodes: int = 1) -> None:
     """Raises InputError where no Slurm answers and the local runner cannot take the job."""
-    if available():
+    if client.available():
         return
     if cluster.slurm.partition:
         raise InputError(
@@ -49,99 +43,103 @@ def reach(cluster: Cluster, nodes: int = 1) -> None:
         raise InputError(f"No Slurm answers here, and the local runner has one node; the job needs {nodes}.")
 
 
-def submit(run: Run, after: Run | None = None, when: str = "ok") -> None:
-    """Submit the run's job script. A run that was submitted before continues from its last checkpoint.
+def submit(run: RunFolder, after: RunFolder | None = None, when: str = "ok") -> None:
+    """Submit the run; one that was submitted before goes on from its last checkpoint.
 
-    `after` and `when` as `launch`. Raises SubmitError with Slurm's own words, InputError while the last job of the run
-    has not ended.
+    after, when: start once that run has ended well ("ok") or in any way ("any").
+    Raises SubmitError with Slurm's words where it refuses, InputError while the run's last job has not ended, or where
+    the job could never start.
     """
-    options = dependency_options(after, when)
-    if not run.trains:
-        options += options_for_own_script(run)
+    dependency = dependency_options(after, when)
+    own = [] if run.trains else options_for_own_script(run)
     if run.job_id:
-        _prepare_next_start(run)
-    if available():
-        _submit_to_slurm(run, options)
-    else:
-        local.start(run)
+        _prepare_resubmission(run)
+    if not client.available():
+        if after and dependency:
+            raise InputError(
+                f"{after.name} is job {after.job_id} of Slurm, which does not answer here, so {run.name} cannot wait "
+                "for it. Submit it where `scontrol ping` says UP, or when that run has ended."
+            )
+        return local.start(run)
+    return _sbatch(run, [*dependency, *own])
 
 
-def _prepare_next_start(run: Run) -> None:
-    """Archive what the last job left, and render the script again where it would not run any more."""
-    now = state(run)
-    if not now.ended:
-        raise InputError(f"{run.path.name} is {now.state} as job {run.job_id}; cancel it, or wait for its end.")
-    evidence.archive(run)
+def _prepare_resubmission(run: RunFolder) -> None:
+    """Archive what the last job left, and render the script again where it would not run any more.
+
+    Raises InputError where the last job has not ended.
+    """
+    state = evidence.state_of(run)
+    if not state.ended:
+        raise InputError(f"{run.name} is {state.state} as job {run.job_id}; cancel it, or wait for its end.")
+    ledger.archive(run)
     if not run.trains:
         return
-    script = run.path / "job.sbatch"
-    moved = run.info.get("script", str(script)) != str(script)  # the script contains the path of its folder
+    path = run.path / "job.sbatch"
+    moved = run.info.get("script", str(path)) != str(path)  # the script contains the folder's path
     outdated = run.info.get("script_version", 0) < job_script.SCRIPT_VERSION
     if moved or outdated:
-        files.write(script, job_script.render_script(run))
+        files.write(path, job_script.render_script(run))
 
 
-def _submit_to_slurm(run: Run, options: list[str]) -> None:
-    script, environment = run.path / "job.sbatch", dict(os.environ)
+def _sbatch(run: RunFolder, asked: list[str]) -> None:
+    path = run.path / "job.sbatch"
     try:
-        if not run.trains:  # the kit's job script leaves its records itself
-            witness = run.path / "state" / "witness.sh"
-            files.write(witness, evidence.WITNESS)
-            environment |= {"BASH_ENV": str(witness), Variable.RUN: str(run.path)}
-        run.note(job_id=None, script=str(script), submitted=time.time())
-        watcher.enlist(run)  # before sbatch: if this process ends now, the watcher finds the job by its script
+        environment = _environment(run)
+        run.note(job_id=None, script=str(path), submitted=time.time())
+        watcher.enlist(run)  # before sbatch: where this kernel dies now, the watcher finds the job by its script
     except OSError as error:
         raise InputError(f"Nothing was submitted: {error.strerror} ({error.filename or run.path}).") from None
-    done = queue.command("sbatch", "--parsable", *options, str(script), env=environment)
+    done = client.command("sbatch", "--parsable", *asked, str(path), env=environment)
     if done.returncode != 0:
-        if "timed out" not in done.stderr:
+        if "timed out" not in done.stderr:  # else Slurm may have the job
             run.note(submitted=None)
-        raise SubmitError(f"sbatch did not take {script}: {done.stderr.strip()}. {advice(done.stderr)}".strip())
+        raise SubmitError(f"sbatch did not take {path}: {done.stderr.strip()}. {advice(done.stderr)}".strip())
     job = done.stdout.strip().split(";")[0]
     try:
-        watcher.note_job(run, job)
+        evidence.note_job(run, job)
     except OSError as error:
         raise KitError(
             f"Job {job} was submitted, but {run.path} cannot be written: {error.strerror}. Free space there; then "
-            f"`kit state {run.path.name}` finds the job by its script."
+            f"`kit state {run.name}` finds the job by its script."
         ) from None
 
 
-def options_for_own_script(run: Run) -> list[str]:
-    """Options for a user's own script: the array, and the log's path unless the script sets one."""
-    text = (run.path / "job.sbatch").read_text(errors="surrogateescape")
-    words = [word for _, line in shell.directives(text) for word in line]
-    named = {setting.name for setting in shell.options(words, 0)[0]}
-    array = run.info.get("array")
-    options = [f"--array={array}"] if array else []
-    if "output" in named:
-        return options
-    name = "%A_%a" if array or "array" in named else "%j"
-    return [f"--output={run.path}/logs/slurm-{name}.out", *options]
+def _environment(run: RunFolder) -> dict[str, str]:
+    """The environment of sbatch. A user's own script does not leave records itself: witness.sh does it."""
+    if run.trains:
+        return dict(os.environ)
+    script = run.state_folder.witness_script
+    files.write(script, Path(__file__).with_name("witness.sh").read_text())
+    return os.environ | {"BASH_ENV": str(script), Variable.RUN: str(run.path)}
 
 
-def advice(words: str) -> str:
-    """What to change where sbatch prints this; empty for an unknown message."""
-    text = next((text for key, text in REFUSALS.items() if key in words.lower()), "")
-    partitions = queue.command("sinfo", "-h", "-o", "%P").stdout.split() if "{" in text else []
-    return text.format(partitions=", ".join(partitions))
+def options_for_own_script(run: RunFolder) -> list[str]:
+    """sbatch's options for a user's own script: the array, and where its log goes unless the script says it."""
+    array, text = run.info.get("array"), (run.path / "job.sbatch").read_text(errors="surrogateescape")
+    given = {setting.name for line, words in directives(text) for setting in options(words, line)[0]}
+    name = "%A_%a" if array or "array" in given else "%j"
+    log = [] if "output" in given else [f"--output={run.path}/logs/slurm-{name}.out"]
+    return [*log, f"--array={array}"] if array else log
 
 
-def dependency_options(after: Run | None, when: str) -> list[str]:
-    """sbatch options for a run that starts after another one has ended: well (`when` = "ok") or in any way ("any").
-
-    Raises InputError where it would never start.
-    """
+def dependency_options(after: RunFolder | None, when: str) -> list[str]:
+    """sbatch's options for a run that follows another one. Raises InputError where it would never start."""
     if when not in ("ok", "any"):
         raise InputError(f'when is {when!r}; it is "ok" or "any".')
     if after is None:
         return []
-    before = state(after)
-    # No option once it has ended well: Slurm takes a job that it has forgotten for one that ended well.
-    if before.state == "COMPLETED" or (before.ended and when == "any"):
-        return []
+    before = evidence.state_of(after)
+    if before.state is JobState.COMPLETED or (before.ended and when == "any"):
+        return []  # Slurm need not be asked to wait, and takes a job that it has forgotten for one that ended well
     if before.ended or before.job_id is None:
         raise InputError(f'{before.run} is {before.state}, so a run after it would never start; set when="any".')
-    if before.job_id.startswith("local-"):
+    if after.is_local:
         raise InputError(f"{before.run} runs on this machine, without a queue; wait for its end.")
     return [f"--dependency=after{when}:{before.job_id}", "--kill-on-invalid-dep=yes"]
+
+
+def advice(words: str) -> str:
+    """What to change where sbatch says this; empty for a message that is not in the table."""
+    text = next((text for key, text in REFUSALS.items() if key in words.lower()), "")
+    return text.format(partitions=", ".join(client.partitions())) if "{" in text else text

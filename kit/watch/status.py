@@ -90,11 +90,9 @@ class Standing:
             self._judge_by_log(self.folder)
 
     def _ask(self, run: Run) -> None:
-        from kit.slurm.launch import state
-
         try:
-            found = state(run)
-            self.cause, self.over, self.state = found.cause, found.ended, found.state
+            found = run.state
+            self.cause, self.over, self.state = found.cause, found.ended, str(found.state)
         except (KitError, OSError) as error:
             self.state, self.cause = "UNKNOWN", str(error)
         self._asked, self._asker = time.monotonic(), None

@@ -15,10 +15,7 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ATTACH = (
-    "import sys; from kit.slurm.run import Run; from kit.slurm.launch import state; "
-    "print(state(Run.attach(sys.argv[1])).state)"
-)
+ATTACH = "import sys; from kit.slurm.run import Run; print(Run.attach(sys.argv[1]).state.state)"
 
 
 def measured(seconds):

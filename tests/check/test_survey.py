@@ -17,7 +17,6 @@ from kit.cli import main
 from kit.config.cluster import Cluster, Nodes, Paths, Slurm, Storage
 from kit.errors import InputError
 from kit.lint.lint import lint
-from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 from tests.conftest import REPOSITORY
 
@@ -423,7 +422,7 @@ def test_a_job_that_does_not_start_in_time_is_cancelled_and_says_why(live_slurm,
     (job,) = survey.ask_nodes(late, 1, "", lambda _: None, patience=3)["Slurm"]
     assert job.value.startswith("cancelled after 3 s: pending, reason BeginTime")
     assert job.problem.startswith("1 of 1 nodes gave no answer")
-    assert slurm.wait(Run.attach("latest"), timeout=30).state == "CANCELLED"
+    assert Run.attach("latest").wait(timeout=30).state == "CANCELLED"
 
 
 @pytest.mark.slurm

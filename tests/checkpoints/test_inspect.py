@@ -20,6 +20,7 @@ from kit.checkpoints.formats.base import ProblemKind, join_messages
 from kit.cli import main
 from kit.errors import InputError, KitError
 from kit.slurm import launch as slurm
+from kit.slurm.submit import submit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = [[5, 17, 99, 3, 64, 28, 7, 110]]
@@ -515,7 +516,7 @@ def test_an_inspection_says_whether_it_read_the_values(tmp_path):
 @pytest.mark.slow
 def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next_start(recipe, local, capsys):
     run = slurm.launch(recipe.override(**{"schedule.keep": 2}), local)  # two ranks, saves at steps 2 and 4
-    assert slurm.wait(run, timeout=400).state == "COMPLETED", run.log.read_text()
+    assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
     blocks = plan.save_blocks(run)
     assert list(blocks) == [2, 4]
     assert all(0 < seconds < 60 for seconds in blocks.values())
@@ -536,8 +537,8 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
     shard = run.checkpoints()[-1] / "optimizer_0" / "__1_0.distcp"
     os.truncate(shard, shard.stat().st_size - 1)
     (run.path / "state" / "result.json").unlink()
-    slurm.submit(run)
-    assert slurm.wait(run, timeout=400).state == "COMPLETED", run.log.read_text()
+    submit(run)
+    assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
     said = run.log.read_text()
     assert "checkpoint-4 is not complete: put aside as incomplete-4" in said
     assert "resuming from checkpoint-2" in said
@@ -548,7 +549,7 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
 @pytest.mark.slow
 def test_a_run_whose_weights_are_no_numbers_stops_at_its_first_save_and_keeps_the_older_ones(recipe, local):
     run = slurm.launch(recipe.override(**{"schedule.lr": 1e30, "schedule.warmup_ratio": 0.0}), local)
-    end = slurm.wait(run, timeout=400)
+    end = run.wait(timeout=400)
     assert (end.state, end.exit_code) == ("FAILED", 1), run.log.read_text()
     assert "KitError: The weights hold NaN or infinity at step 2" in run.log.read_text()
     assert run.checkpoints() == []

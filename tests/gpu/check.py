@@ -81,7 +81,7 @@ def check(name: str, changes: dict[str, object], tokenizer: Path, out: Path) -> 
     cluster = cluster_here(out)
     start = time.monotonic()
     run = slurm.launch(recipe, cluster, out / "prepared")
-    end = slurm.wait(run, timeout=400)
+    end = run.wait(timeout=400)
     seen: dict[str, object] = {"case": name, "state": end.state, "cause": end.cause, "wall_s": time.monotonic() - start}
     if end.state != "COMPLETED":
         return seen | {"log": run.log.read_text()[-1500:]}

@@ -9,8 +9,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 from kit import files
 from kit.chart import COLOURS
 from kit.notebook.compare import Entry, differing, forecasts, gather, losses, ranked, summary, table
-from kit.slurm import outcome as evidence
 from kit.slurm.run import Run
+from kit.slurm.states import JobState, SlurmRecord
+from tests.conftest import add_record
 
 
 def entry(name, loss=None, group="g", state="COMPLETED", hours=2.0, gpus=8, **settings):
@@ -32,7 +33,7 @@ def ended(recipe, local, tmp_path):
         run.note(job_id="7", submitted=now - 3800)
         for kind, ago, fact in (("start", 3700, {"nodes": "n"}), ("exit", 100, {"exit_code": 0, "signal": ""})):
             files.write_json(run.path / "state" / f"{kind}.0.json", {"job_id": "7", "time": now - ago, **fact})
-        evidence.witness(run, "slurm", state="COMPLETED", exit_code=0)
+        add_record(run, SlurmRecord, state=JobState.COMPLETED, exit_code=0)
         files.write_json(
             run.path / "state" / "result.json", {"steps": 4, "loss": 2.0, "eval_loss_after": 1.5, "step_s": 3}
         )

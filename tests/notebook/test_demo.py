@@ -3,10 +3,9 @@ import pytest
 
 from kit.notebook.demo import NOTEBOOKS, _failed
 from kit.notebook.execute import execute
-from kit.slurm import launch as slurm
-from kit.slurm import outcome as evidence
 from kit.slurm.run import Run
-from tests.conftest import REPOSITORY
+from kit.slurm.states import JobState, SlurmRecord
+from tests.conftest import REPOSITORY, add_record
 
 
 def text(path):
@@ -24,7 +23,7 @@ def test_where_no_slurm_answers_the_same_notebooks_run_the_same_script_here(reci
     watch = {"run": run.path.name, "wait": True}
     seen = execute(NOTEBOOKS / "04_watch_run.ipynb", tmp_path / "04.ipynb", watch, cwd=tmp_path)
     assert "COMPLETED, exit code 0" in text(seen)
-    assert slurm.state(run).state == "COMPLETED"
+    assert run.state.state == "COMPLETED"
 
 
 def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
@@ -32,7 +31,7 @@ def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
     run = Run.create(recipe, local, tmp_path, "digest")
     run.note(job_id="7")
     for state, failed in (("FAILED", True), ("CANCELLED", True), ("COMPLETED", False)):
-        evidence.witness(run, "slurm", state=state)
+        add_record(run, SlurmRecord, state=JobState(state))
         assert _failed(tmp_path) is failed
 
 

@@ -15,7 +15,6 @@ from IPython.utils.capture import capture_output
 from kit.errors import InputError, KitError, SubmitError
 from kit.lint.lint import lint
 from kit.notebook.magic import beside, fill
-from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 
 CLEAN = "#!/bin/bash\n#SBATCH --job-name=mine --time=1 --nodes=1\nset -euo pipefail\n"
@@ -138,7 +137,7 @@ def test_a_cell_becomes_a_run_on_the_cluster(live_slurm: Path, shell: Interactiv
         run = shell.run_cell_magic("sbatch", "--name 'my run'", cell)
     assert not [o for o in out.outputs if "error" in o.data["text/plain"]]
     assert isinstance(run, Run) and run.path.name.startswith("my-run-") and run.job_id and run.job_id.isdecimal()
-    end = slurm.wait(run, timeout=60, every=0.2)
+    end = run.wait(timeout=60, every=0.2)
     assert end.state == "COMPLETED" and end.exit_code == 0
     assert "<a b><$HOME><2>" in run.log.read_text()
     assert "printf '<%s>' 'a b' '$HOME'" in (run.path / "job.sbatch").read_text()
@@ -158,7 +157,7 @@ def test_anyway_submits_in_spite_of_errors(live_slurm: Path, shell: InteractiveS
         shell.run_cell_magic("sbatch", "", cell)
     with capture_output():
         run = shell.run_cell_magic("sbatch", "--anyway", cell)
-    assert slurm.wait(run, timeout=60, every=0.2).state in ("COMPLETED", "FAILED")
+    assert run.wait(timeout=60, every=0.2).state in ("COMPLETED", "FAILED")
 
 
 @pytest.mark.slurm

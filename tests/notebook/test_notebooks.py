@@ -20,7 +20,6 @@ from kit.config.recipe import Recipe
 from kit.notebook.demo import NOTEBOOKS
 from kit.notebook.parameters import inject
 from kit.notebook.secrets import hide, secret_values
-from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 from tests.conftest import REPOSITORY
 from tests.golden.make import COPIES, SANITIZER
@@ -100,7 +99,7 @@ def test_it_runs_to_its_end_in_order_without_a_warning_and_stays_small(executed)
 @pytest.mark.slurm
 def test_the_run_among_them_was_a_job_of_slurm_and_all_took_less_than_eight_minutes(demo, live_slurm):
     run = Run(next((demo.folder / "demo" / "runs").glob("tiny-*")))
-    assert run.job_id.isdigit() and slurm.state(run).state == "COMPLETED"
+    assert run.job_id.isdigit() and run.state.state == "COMPLETED"
     if os.getloadavg()[1] > 2 * (os.cpu_count() or 1):
         pytest.skip("this machine has other work to do, so that a duration says nothing")
     notebooks = [nbformat.read(demo.folder / "demo" / f"{name}.ipynb", as_version=4) for name in NAMES]

@@ -12,7 +12,6 @@ from kit.errors import InputError
 from kit.notebook.demo import NOTEBOOKS
 from kit.notebook.execute import execute
 from kit.notebook.replay import replay
-from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 
 
@@ -126,7 +125,7 @@ def test_a_fine_tune_on_two_cpu_ranks_gives_the_same_losses_to_the_bit(recipe, t
     found = replay(out, tmp_path / "again.ipynb")
     assert found["same"], found
     (old,), (new,) = (nbformat.read(path, 4).metadata.kit.runs for path in (out, tmp_path / "again.ipynb"))
-    assert old != new and slurm.state(Run(tmp_path / new)).state == "COMPLETED"
+    assert old != new and Run(tmp_path / new).state.state == "COMPLETED"
     assert (tmp_path / new / "state" / "result.json").exists()
     next((tmp_path / old / "wandb").rglob("*.wandb")).unlink()
     lost = replay(out, tmp_path / "third.ipynb")["results"]

@@ -19,7 +19,6 @@ from kit.errors import InputError
 from kit.notebook.compare import gather, summary, table
 from kit.notebook.parameters import read_grid
 from kit.notebook.sweep import job, rerun, sweep, tasks
-from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 
 GRID = "lr = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]\nseed = [0, 1]\n"
@@ -154,7 +153,7 @@ def test_a_notebook_as_a_job_reads_the_tokens_of_the_profile(local, tmp_path):
     (tmp_path / "tokens").write_text("SITE_TOKEN=" + "x" * 12)
     (tmp_path / "tokens").chmod(0o600)
     cluster = replace(local, slurm=replace(local.slurm, env_file=str(tmp_path / "tokens")))
-    assert slurm.wait(job(tmp_path / "asks.ipynb", {}, tmp_path / "out.ipynb", cluster), 120).state == "COMPLETED"
+    assert job(tmp_path / "asks.ipynb", {}, tmp_path / "out.ipynb", cluster).wait(120).state == "COMPLETED"
 
 
 def test_a_sweep_for_a_partition_never_runs_on_the_login_node_instead(notebook, two_nodes, tmp_path):
@@ -182,12 +181,12 @@ def test_without_slurm_the_points_run_here_one_after_another_and_only_what_faile
         (0, {"lr": 0.03, "seed": 1}, "FAILED"), (1, {"lr": 0.01}, "COMPLETED"),
     ]  # fmt: skip
     run = Run(tmp_path / told["sweep"])
-    assert slurm.state(run).state == "FAILED" and "task 0: lr=0.03, seed=1" in run.log.read_text()
+    assert run.state.state == "FAILED" and "task 0: lr=0.03, seed=1" in run.log.read_text()
     before = (run.path / "notebooks" / "0001.ipynb").stat().st_mtime_ns
     (tmp_path / "mended").touch()
     notebook.write_text("changed meanwhile, which is nothing to a sweep")
     assert rerun(run) == [0]
-    assert slurm.wait(run, timeout=60).state == "COMPLETED"
+    assert run.wait(timeout=60).state == "COMPLETED"
     assert states(run) == ["COMPLETED"] * 2 and rerun(run) == []
     assert (run.path / "notebooks" / "0001.ipynb").stat().st_mtime_ns == before
 
@@ -205,13 +204,13 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_p
         time.sleep(0.2)
     with pytest.raises(InputError, match="cancel it, or wait for its end"):
         rerun(run)
-    slurm.cancel(run)
+    run.cancel()
     assert states(run) == ["COMPLETED", "FAILED", "NOT RUN"]
     stopped = nbformat.read(run.path / "notebooks" / "0001.ipynb", 4)
     assert stopped.metadata.kit.reason == "SIGTERM stopped the notebook."
     (tmp_path / "mended").touch()
     assert rerun(run) == [1, 2]
-    slurm.wait(run, timeout=60)
+    run.wait(timeout=60)
     assert states(run) == ["COMPLETED"] * 3
 
 
@@ -219,7 +218,7 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_p
 def test_a_recipe_is_swept_here_as_a_run_a_point(recipe, local, grid, tmp_path):
     (tmp_path / "tiny.toml").write_text(recipe.override(**{"schedule.max_steps": 2, "schedule.save_every": 0}).toml())
     run = sweep(tmp_path / "tiny.toml", grid("[schedule]\nlr = [1e-3, 1e-2]"), local)
-    slurm.wait(run, timeout=200)
+    run.wait(timeout=200)
     found = tasks(run)
     assert [task.state for task in found] == ["COMPLETED"] * 2
     assert [Run(task.out).recipe.schedule.lr for task in found] == [1e-3, 1e-2]
@@ -239,7 +238,7 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
     run = Run(tmp_path / told["sweep"])
     assert [t["state"] for t in told["tasks"]] == ["COMPLETED"] * 11 + ["FAILED"]
     assert "--array=" not in (run.path / "job.sbatch").read_text()  # the rerun's differs, so it is sbatch's option
-    assert slurm.state(run).tasks == {n: "FAILED" if n == 11 else "COMPLETED" for n in range(12)}
+    assert run.state.tasks == {n: "FAILED" if n == 11 else "COMPLETED" for n in range(12)}
     assert "diverged" in (run.path / "logs" / f"slurm-{run.job_id}_11.out").read_text()
 
     found = gather("runs")
@@ -252,7 +251,7 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
     first, written = run.job_id, {t.number: t.out.stat().st_mtime_ns for t in tasks(run)}
     (tmp_path / "mended").touch()
     assert main(["sweep", "--rerun", str(run.path), "--wait"]) == 0
-    assert run.job_id != first and slurm.state(run).tasks == {11: "COMPLETED"}
+    assert run.job_id != first and run.state.tasks == {11: "COMPLETED"}
     assert [t.number for t in tasks(run) if t.out.stat().st_mtime_ns != written[t.number]] == [11]
     assert states(run) == ["COMPLETED"] * 12
 
@@ -265,13 +264,13 @@ def test_a_recipe_is_swept_as_one_array_of_runs_that_are_like_others(live_slurm,
     first, second = (Run(task.out) for task in tasks(run))
     assert (first.job_id, second.job_id) == (f"{run.job_id}_0", f"{run.job_id}_1")
     assert Run.attach(f"{run.job_id}_1") == second
-    slurm.cancel(second)  # while it waits
-    assert slurm.wait(run, timeout=200).state == "CANCELLED"
+    second.cancel()  # while it waits
+    assert run.wait(timeout=200).state == "CANCELLED"
     assert states(run) == ["COMPLETED", "CANCELLED"]
-    assert slurm.state(first).state == "COMPLETED" and slurm.state(second).state == "CANCELLED"
+    assert first.state.state == "COMPLETED" and second.state.state == "CANCELLED"
     assert "loss" in first.log.read_text() or first.log.exists()
     assert rerun(run) == [1]
-    slurm.wait(run, timeout=200)
+    run.wait(timeout=200)
     assert states(run) == ["COMPLETED"] * 2 and second.job_id == f"{run.job_id}_1" and first.job_id != second.job_id
 
 
@@ -287,9 +286,9 @@ def test_a_notebook_is_a_job_whose_exit_code_is_the_kernels_and_whose_log_is_not
     path, line = capfd.readouterr().out.split("\n")[:2]
     run = Run(tmp_path / path)
     assert line == f"job {run.job_id}"
-    end = slurm.wait(run, timeout=60)
+    end = run.wait(timeout=60)
     assert (end.state, end.exit_code) == ("FAILED", 7)
-    said = run.tail()
+    said = str(run.tail())
     assert "The kernel died (exit code 7)" in said and re.findall(r"^\d+$", said, re.MULTILINE) == ["999"]
     saved = nbformat.read(tmp_path / "out.ipynb", 4)
     assert saved.metadata.kit.slurm_job_id == run.job_id and saved.metadata.kit.parameters == {"lr": 0.01}
@@ -302,11 +301,11 @@ def test_a_notebook_job_that_is_cancelled_saves_what_it_has(live_slurm, notebook
     nbformat.write(ends, str(notebook))
     run = job(notebook, {}, tmp_path / "out.ipynb", Cluster.load(two_nodes))
     until = time.monotonic() + 60
-    while "so far" not in run.tail():
+    while "so far" not in str(run.tail()):
         assert time.monotonic() < until
         time.sleep(0.2)
-    slurm.cancel(run)
-    assert slurm.wait(run, timeout=60).state == "CANCELLED"
+    run.cancel()
+    assert run.wait(timeout=60).state == "CANCELLED"
     until = time.monotonic() + 20
     while (saved := nbformat.read(tmp_path / "out.ipynb", 4)).metadata.kit.end_time is None:
         assert time.monotonic() < until
@@ -325,5 +324,5 @@ def test_whoever_waits_may_be_killed_and_the_sweep_goes_on(live_slurm, notebook,
     os.kill(waiting.pid, signal.SIGKILL)
     waiting.communicate()
     run = Run(tmp_path / path)
-    assert slurm.wait(run, timeout=60).state == "COMPLETED"
+    assert run.wait(timeout=60).state == "COMPLETED"
     assert states(run) == ["COMPLETED"] * 2

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from kit.config.cluster import Cluster
-from kit.slurm import client as queue
+from kit.slurm import client, watcher
 from kit.slurm import launch as slurm
-from kit.slurm import watcher
 from kit.slurm.run import Run
 from tests.conftest import REPOSITORY, until
 
@@ -27,7 +26,7 @@ PROFILE = 'name = "two"\n[nodes]\ncount = 2\n[slurm]\npartition = "gpu"\n[paths]
 CRASH = f"{sys.executable} -c \"raise ValueError('bad lr')\" 2>&1"
 SLEEP = "sleep 100 & wait $!"
 TERM = f"trap 'exit 143' TERM\n{SLEEP}"
-NO_NOTE = "from kit.slurm import watcher; watcher.note_job = die"
+NO_NOTE = "from kit.slurm import evidence; evidence.note_job = die"
 AGAIN = "[ ${SLURM_RESTART_COUNT:-0} -lt %d ] || exit %d\n" + SLEEP
 MIXED = "case $SLURM_ARRAY_TASK_ID in 1) exit 3;; 2) kill -9 $$;; 3) " + SLEEP + ";; esac"
 
@@ -122,8 +121,8 @@ def node2_story(world):
         low = world.job(AGAIN % (1, 0), "-p low", "--exclusive", requeue, where="node2")
         NODE2[f"preempted {requeue}"] = low
         started(low)
-        slurm.wait(world.job("sleep 1", "--exclusive", where="node2"), 60)
-    slurm.wait(low, 60)
+        world.job("sleep 1", "--exclusive", where="node2").wait(60)
+    low.wait(60)
     once, again = (world.job(AGAIN % (1, 0), option, where="node2") for option in ("--no-requeue", "--requeue"))
     started(once)
     started(again)
@@ -150,7 +149,7 @@ WATCHED = {
     "time limit, exit 0": (
         lambda w: w.after_start("trap 'exit 0' TERM; while :; do sleep 1; done", **LIMIT), "TIMEOUT", 0, "LIMIT", 1),
     "cancelled running": (
-        lambda w: w.after_start(TERM, act=lambda job: slurm.cancel(Run.attach(job))), "CANCELLED", 143, "CANCELLED", 0),
+        lambda w: w.after_start(TERM, act=lambda job: Run.attach(job).cancel()), "CANCELLED", 143, "CANCELLED", 0),
     "scancel running": (lambda w: w.after_start(TERM, act=scancel), "CANCELLED", 143, "Slurm ended it on node1", 0),
     "requeued twice": (lambda w: w.requeued(2, 0), "COMPLETED", 0, "", 0),
     "requeued, then 7": (lambda w: w.requeued(1, 7), "FAILED", 7, "exited with code 7", 0),
@@ -167,7 +166,7 @@ WATCHED = {
     "id given again": (
         lambda w: recycled(Run.create_for_script("", w.cluster, "old"), w.job("exit 0")), "LOST", None, "Nothing", 0),
 }  # fmt: skip
-PENDING = {"cancelled waiting": lambda job: slurm.cancel(Run.attach(job)), "scancel waiting": scancel}
+PENDING = {"cancelled waiting": lambda job: Run.attach(job).cancel(), "scancel waiting": scancel}
 STORIES = {
     "preempted --no-requeue": ("PREEMPTED", None, "DUE TO PREEMPTION"),
     "preempted --requeue": ("COMPLETED", 0, ""),
@@ -210,7 +209,7 @@ ACCOUNTED = UNWATCHED | {
 
 
 def ended(run):
-    slurm.wait(run, 60)
+    run.wait(60)
     return run
 
 
@@ -247,11 +246,11 @@ def judged(root, unwatched, watched):
         made = {name: pool.submit(case[0], World(root, "unwatched")) for name, case in unwatched.items()}
         made |= {name: pool.submit(case[0], World(root)) for name, case in watched.items()}
         runs = {name: future.result() for name, future in made.items()} | NODE2
-        until(lambda: not queue.jobs("-u", str(os.getuid()))[0], 90)
+        until(lambda: not client.squeue("-u", str(os.getuid())).rows, 90)
         for beat in root.glob("runs/*/state/heartbeat*"):
             os.utime(beat, (1, 1))  # as if it were days later
         patch.setenv("XDG_STATE_HOME", str(root / "second"))
-        return {name: (run, slurm.state(run)) for name, run in runs.items()}
+        return {name: (run, run.state) for name, run in runs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +269,9 @@ def on(make_slurm):
 
 def tells(found, state, code, cause, conflicts=0):
     run, now = found
-    assert (now.state, now.exit_code) == (state, code), "\n".join([*now.lines(), run.tail()])
-    assert re.search(cause, now.cause) and bool(now.cause) == bool(cause), now.lines()
-    assert len(now.conflicts) == conflicts, now.lines()
+    assert (now.state, now.exit_code) == (state, code), f"{now}\n{run.tail()}"
+    assert re.search(cause, now.cause) and bool(now.cause) == bool(cause), str(now)
+    assert len(now.conflicts) == conflicts, str(now)
 
 
 @pytest.mark.parametrize("name", WATCHED)
@@ -284,8 +283,8 @@ def test_accounting_off_and_forgotten(off, name):
 def test_a_job_that_lost_its_node_ends_only_when_it_does_not_start_again(off, name):
     now = off[name][1]
     state, code, cause = STORIES[name]
-    assert now.state == state and (code is None or now.exit_code == code), now.lines()
-    assert cause in now.cause, now.lines()
+    assert now.state == state and (code is None or now.exit_code == code), str(now)
+    assert cause in now.cause, str(now)
 
 
 @pytest.mark.parametrize("name", PENDING)

@@ -16,14 +16,15 @@ from kit.config.cluster import Cluster
 from kit.data.dataset import prepare
 from kit.errors import InputError, KitError, SubmitError
 from kit.forecast.shape import shipped
-from kit.slurm import client as queue
+from kit.slurm import client as client_module
 from kit.slurm import launch as slurm
-from kit.slurm import outcome as evidence
+from kit.slurm.ledger import read_records
 from kit.slurm.run import Run
 from kit.slurm.script import render_script
-from kit.slurm.submit import advice, options_for_own_script
+from kit.slurm.states import GoneRecord, JobState, SlurmRecord, SubmitRecord
+from kit.slurm.submit import advice, options_for_own_script, submit
 from kit.trainers.trl import render_accelerate
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, add_record
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def spread(recipe):
 def test_the_demos_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spread, two_nodes, smollm2):
     run = slurm.launch(spread.override(**{"model.name": str(smollm2), "schedule.max_steps": 3}), two_nodes)
     assert run.job_id.isdigit()
-    end = slurm.wait(run, timeout=400)
+    end = run.wait(timeout=400)
     assert (end.state, end.exit_code, end.conflicts) == ("COMPLETED", 0, []), run.log.read_text()
     last = run.checkpoints()[-1] / "pytorch_model_fsdp_0"
     assert sorted(p.name for p in last.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
@@ -54,9 +55,9 @@ def test_the_demos_fine_tune_runs_on_both_nodes_of_a_live_slurm(live_slurm, spre
     assert {p.name for p in (run.path / "logs").glob("rank-*.log")} == {"rank-000.log", "rank-001.log"}
     assert json.loads((run.path / "state" / "start.0.json").read_text())["nodes"] == "node[1-2]"
     # Days later Slurm has forgotten the job; the run still tells.
-    slurm_record = [r for r in evidence.records(run) if r["source"] == "slurm"][-1]
-    evidence.witness(run, "gone")
-    assert slurm_record["state"] == slurm.state(run).state == "COMPLETED"
+    slurm_record = [r for r in read_records(run) if isinstance(r, SlurmRecord)][-1]
+    add_record(run, GoneRecord)
+    assert slurm_record.state == run.state.state == "COMPLETED"
 
 
 @pytest.mark.slurm
@@ -64,10 +65,10 @@ def test_a_waiting_job_says_why_and_a_cancelled_one_says_so(live_slurm, spread, 
     path = tmp_path / "drained.toml"
     path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
     run = slurm.launch(spread, Cluster.load(path))
-    assert slurm.state(run).state == "PENDING"
-    assert slurm.why_pending(run).startswith("pending, reason BeginTime")
-    slurm.cancel(run)
-    assert slurm.wait(run, timeout=30).state == "CANCELLED"
+    assert run.state.state == "PENDING"
+    assert run.why_pending().startswith("pending, reason BeginTime")
+    run.cancel()
+    assert run.wait(timeout=30).state == "CANCELLED"
 
 
 @pytest.mark.slurm
@@ -76,9 +77,9 @@ def test_a_refusal_is_told_in_slurms_own_words_and_the_run_is_not_pending(live_s
     path.write_text(two_nodes.toml().replace('partition = "gpu"', 'partition = "nope"'))
     with pytest.raises(SubmitError, match="invalid partition specified: nope"):
         slurm.launch(spread, Cluster.load(path))
-    from kit.slurm.run import runs
+    from kit.slurm.run import find_runs
 
-    assert slurm.state(next(runs())).state == "NOT SUBMITTED"
+    assert next(find_runs()).state.state == "NOT SUBMITTED"
 
 
 def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(recipe, local, tmp_path):
@@ -87,7 +88,7 @@ def test_a_job_that_does_not_fit_is_refused_with_a_way_out_unless_it_is_forced(r
     with pytest.raises(KitError, match=r"tiny does not fit local: .* GiB allocated in .*--anyway"):
         slurm.launch(job, small)
     assert not (tmp_path / "runs").exists()
-    slurm.cancel(slurm.launch(job, small, anyway=True))
+    slurm.launch(job, small, anyway=True).cancel()
 
 
 def test_a_job_for_a_partition_never_runs_on_the_login_node_instead(recipe, two_nodes, tmp_path):
@@ -105,10 +106,10 @@ def test_a_preempted_job_that_starts_again_is_asked_about_and_one_that_is_gone_k
 ):
     run = Run.create(recipe, local, tmp_path, "digest")
     run.note(job_id="999999")  # Slurm has forgotten it
-    evidence.witness(run, "slurm", state="PREEMPTED")
-    assert slurm.state(run).state == "PREEMPTED"
-    evidence.witness(run, "slurm", state="PENDING")
-    assert slurm.state(run).state == "LOST"
+    add_record(run, SlurmRecord, state=JobState.PREEMPTED)
+    assert run.state.state == "PREEMPTED"
+    add_record(run, SlurmRecord, state=JobState.PENDING)
+    assert run.state.state == "LOST"
 
 
 def test_a_model_without_weights_is_refused_before_a_job_waits_for_it(recipe, local, tmp_path):
@@ -176,8 +177,8 @@ def test_a_handle_comes_within_a_second_and_another_kernel_attaches_within_two(l
     start = time.monotonic()
     run = launch("sleep 1")
     assert time.monotonic() - start < 1
-    code = "from kit.slurm.run import Run; from kit.slurm.launch import state; "
-    code += f"print(state(Run.attach('{run.job_id}')).state)"
+    code = "from kit.slurm.run import Run; "
+    code += f"print(Run.attach('{run.job_id}').state.state)"
     environment, took = os.environ | {"PYTHONPATH": str(REPOSITORY)}, []
     for _ in range(3):  # other work on this machine may slow one of them
         start = time.monotonic()
@@ -203,19 +204,17 @@ def test_three_kernels_that_watch_500_jobs_ask_slurm_four_times_a_minute_at_most
             if (process.info["cmdline"] or [""])[-1] == "kit.slurm.watcher" and same_slurm(process):
                 process.kill()
     run = launch("#SBATCH --begin=now+1hour", count=500, limit=4)
-    assert set(slurm.state(run).tasks) == set(range(500))
+    assert set(run.state.tasks) == set(range(500))
     before = asked()
-    code = (
-        "import sys, time; from kit.slurm.run import Run; from kit.slurm.launch import state; end = time.time() + 15\n"
-    )
-    code += "run = Run.attach(sys.argv[1])\nwhile time.time() < end: state(run); time.sleep(1)"
+    code = "import sys, time; from kit.slurm.run import Run; end = time.time() + 15\n"
+    code += "run = Run.attach(sys.argv[1])\nwhile time.time() < end: run.state; time.sleep(1)"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(run.path)], env=environment) for _ in range(3)]
     codes, more = [kernel.wait() for kernel in kernels], asked() - before
-    slurm.cancel(run)
+    run.cancel()
     assert codes == [0, 0, 0]
     assert more <= 2  # in half a minute at the most: squeue, and scontrol for what ended
-    assert slurm.wait(run, timeout=60).state == "CANCELLED"
+    assert run.wait(timeout=60).state == "CANCELLED"
 
 
 @pytest.mark.slurm
@@ -227,7 +226,7 @@ def test_a_controller_that_does_not_answer_is_said_and_nothing_is_lost(live_slur
     controller = int((live_slurm / "run" / "slurmctld.pid").read_text())
     os.kill(controller, signal.SIGSTOP)
     try:
-        now = slurm.wait(here, timeout=60)
+        now = here.wait(timeout=60)
         assert (now.state, now.exit_code) == ("FAILED", 3)  # by the file that the job left
         assert any("Slurm does not answer, and is asked again soon" in e for e in now.evidence)
         with pytest.raises(SubmitError, match=r"timed out.*Slurm may have taken the job all the same"):
@@ -235,9 +234,9 @@ def test_a_controller_that_does_not_answer_is_said_and_nothing_is_lost(live_slur
     finally:
         os.kill(controller, signal.SIGCONT)
     unheard = next(r for r in Run.attach("latest").path.parent.iterdir() if r != here.path)
-    end = slurm.wait(Run(unheard), timeout=90)
+    end = Run(unheard).wait(timeout=90)
     assert (end.state, end.exit_code) == ("FAILED", 5)
-    assert slurm.state(here).confidence == "high"
+    assert here.state.confidence == "high"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_a_controller_that_does_not_answer_is_said_and_nothing_is_lost(live_slur
 def test_a_refusal_comes_with_what_to_change(live_slurm, launch, options, words):
     with pytest.raises(SubmitError, match=words):
         launch(f"#SBATCH {options}")
-    assert slurm.state(Run.attach("latest")).state == "NOT SUBMITTED"
+    assert Run.attach("latest").state.state == "NOT SUBMITTED"
 
 
 def test_refusals_for_accounts_limits_and_silence_have_their_own_advice():
@@ -268,36 +267,36 @@ def test_refusals_for_accounts_limits_and_silence_have_their_own_advice():
 def test_logs_are_shown_as_they_grow_and_their_ends_at_any_time(live_slurm, launch):
     run = launch("for i in 1 2 3; do echo line $i; sleep 1; done", count=2)
     (run.path / "logs" / "rank-000.log").write_text("a\nb\nc\n")
-    seen = list(slurm.follow(run))
+    seen = list(run.follow())
     assert [line for line in seen if "_1]" in line] == [f"[slurm-{run.job_id}_1] line {i}" for i in (1, 2, 3)]
-    assert run.tail(lines=2).endswith("== rank-000.log\nb\nc") and "line 3" in run.tail(lines=1)
-    assert run.tail([0], lines=1) == "== rank-000.log\nc"
+    assert str(run.tail(lines=2)).endswith("== rank-000.log\nb\nc") and "line 3" in str(run.tail(lines=1))
+    assert str(run.tail([0], lines=1)) == "== rank-000.log\nc"
 
 
 @pytest.mark.slurm
 def test_a_run_that_ended_is_started_again_as_long_as_slurm_remembers_it(live_slurm, launch):
     run = launch("[ ${SLURM_RESTART_COUNT:-0} = 1 ] || exit 9")
-    assert slurm.wait(run, timeout=60).exit_code == 9
-    slurm.requeue(run)
+    assert run.wait(timeout=60).exit_code == 9
+    run.requeue()
     until = time.monotonic() + 60
-    while (now := slurm.state(run)).state != "COMPLETED" and time.monotonic() < until:
+    while (now := run.state).state != "COMPLETED" and time.monotonic() < until:
         time.sleep(0.5)
-    assert (now.state, now.exit_code) == ("COMPLETED", 0), now.lines()
+    assert (now.state, now.exit_code) == ("COMPLETED", 0), str(now)
     run.note(job_id="99999")  # one that Slurm does not know: it becomes a new job
-    evidence.witness(run, "slurm", state="FAILED", exit_code=9)
+    add_record(run, SlurmRecord, state=JobState.FAILED, exit_code=9)
     with pytest.raises(KitError, match=r"does not know job 99999 any more: .* task 0"):
-        slurm.requeue(run, 0)
-    slurm.requeue(run)
-    assert run.job_id != "99999" and slurm.wait(run, timeout=60).exit_code == 9
+        run.requeue(0)
+    run.requeue()
+    assert run.job_id != "99999" and run.wait(timeout=60).exit_code == 9
 
 
 @pytest.mark.slurm
 def test_what_follows_a_run_that_failed_is_refused_unless_any_end_will_do(live_slurm, launch):
     failed = launch("exit 1")
-    slurm.wait(failed, timeout=60)
+    failed.wait(timeout=60)
     with pytest.raises(InputError, match=r'is FAILED, so what follows it would never start; say when="any"'):
         launch("exit 0", after=failed)
-    assert slurm.wait(launch("exit 0", after=failed, when="any"), timeout=60).state == "COMPLETED"
+    assert launch("exit 0", after=failed, when="any").wait(timeout=60).state == "COMPLETED"
     with pytest.raises(InputError, match=r"when is .later."):
         launch("exit 0", after=failed, when="later")
 
@@ -307,13 +306,13 @@ def test_a_run_that_was_moved_is_submitted_again_from_its_new_place(live_slurm, 
     path = tmp_path / "later.toml"
     path.write_text(two_nodes.toml().replace("options = []", 'options = ["--begin=now+1hour"]'))
     run = slurm.launch(spread, Cluster.load(path))
-    slurm.cancel(run)
-    slurm.wait(run, timeout=60)
+    run.cancel()
+    run.wait(timeout=60)
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
-    assert slurm.state(moved).state == "CANCELLED"
-    slurm.submit(moved)
+    assert moved.state.state == "CANCELLED"
+    submit(moved)
     assert f"KIT_RUN={tmp_path / 'elsewhere'}" in (moved.path / "job.sbatch").read_text()
-    slurm.cancel(moved)
+    moved.cancel()
 
 
 def test_the_seconds_of_the_warning_are_stored_with_the_run_and_its_script_has_them(recipe, local, tmp_path):
@@ -336,13 +335,13 @@ def test_a_run_from_before_the_script_had_a_version_starts_again_with_a_new_scri
     (run.path / "job.sbatch").write_text(OLD_SCRIPT.format(run=run.path))
     files.write(run.path / "accelerate.yaml", render_accelerate(recipe, local))
     run.note(job_id="local-7", submitted=time.time() - 400)
-    evidence.witness(run, "slurm", state="FAILED", exit_code=1)
+    add_record(run, SlurmRecord, state=JobState.FAILED, exit_code=1)
     assert "warning_s" not in run.info and "script_version" not in run.info
-    slurm.submit(run)
+    submit(run)
     try:
         assert "-m kit.slurm.rendezvous" in (run.path / "job.sbatch").read_text()
     finally:
-        slurm.cancel(run)
+        run.cancel()
 
 
 @pytest.mark.parametrize(
@@ -376,8 +375,8 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_half_made_run(recipe, l
             Run.create(recipe, cluster, tmp_path, "d")
         assert [p.name for p in (small / "runs").iterdir()] == [run.path.name]
         with pytest.raises(InputError, match="Nothing was submitted: No space left on device"):
-            slurm.submit(run)
-        assert slurm.state(run).state == "NOT SUBMITTED"
+            submit(run)
+        assert run.state.state == "NOT SUBMITTED"
     finally:
         subprocess.run(["umount", small], check=True)
 
@@ -399,7 +398,7 @@ def clients(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     run = Run.create_for_script("#!/bin/sh\n", Cluster("c"), "recorded")
     run.note(job_id="7", script=f"{run.path}/job.sbatch", submitted=time.time())
-    evidence.witness(run, "submit")
+    add_record(run, SubmitRecord)
     client(tmp_path / "bin", "squeue")
     client(tmp_path / "bin", "scontrol", "MinJobAge               = 300 sec\n")
     return run
@@ -407,9 +406,9 @@ def clients(tmp_path, monkeypatch):
 
 def test_slurm_is_asked_in_text_whose_form_no_release_changes(clients, tmp_path):
     client(tmp_path / "bin", "squeue", ROWS.format(path=clients.path))
-    now = slurm.state(clients)
+    now = clients.state
     assert (now.state, now.exit_code, now.signal) == ("FAILED", 1, "")
-    assert queue.facts(queue.look().rows["8_2"])["signal"] == "9"
+    assert client_module.queue().rows["8_2"].as_record(0, "8", 2).signal == "9"
     asked = (tmp_path / "bin" / "squeue.asked").read_text()
     assert asked.count("\n") == 1 and "json" not in asked and "-t all" in asked
 
@@ -418,8 +417,8 @@ def test_without_accounting_sacct_is_never_asked(clients, tmp_path):
     client(tmp_path / "bin", "sacct", code=1, complaint="Slurm accounting storage is disabled")
     clients.note(submitted=time.time() - 400)  # longer ago than Slurm remembers
     (clients.path / "state" / "ledger.jsonl").unlink()
-    evidence.witness(clients, "submit", time=time.time() - 400)
-    assert slurm.state(clients).state == "LOST"
+    add_record(clients, SubmitRecord, time=time.time() - 400)
+    assert clients.state.state == "LOST"
     assert not (tmp_path / "bin" / "sacct.asked").exists()
 
 
@@ -429,6 +428,6 @@ def test_a_database_that_does_not_answer_changes_nothing(clients, tmp_path):
     (clients.path / "state" / "exit.0.json").write_text(
         json.dumps({"job_id": "7", "time": time.time(), "exit_code": 3})
     )
-    now = slurm.state(clients)
+    now = clients.state
     assert (now.state, now.exit_code) == ("FAILED", 3)
     assert (tmp_path / "bin" / "sacct.asked").exists()

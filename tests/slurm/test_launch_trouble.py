@@ -18,9 +18,10 @@ import pytest
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
 from kit.notebook.execute import execute
-from kit.slurm import client as queue
+from kit.slurm import client
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run
+from kit.slurm.submit import submit
 from tests.conftest import REPOSITORY, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -58,7 +59,7 @@ class Own:
 
     def start(self, *command):
         subprocess.run(command, check=True, env=os.environ | self.settings, capture_output=True)
-        until(lambda: "UP" in queue.command("scontrol", "ping").stdout)
+        until(lambda: "UP" in client.command("scontrol", "ping").stdout)
 
     def start_node2(self, *inside):
         self.start(*inside, "slurmd", "-N", "node2")
@@ -133,7 +134,7 @@ def test_a_refusal_is_told_in_slurms_words_with_what_to_change_and_leaves_no_job
     with pytest.raises(SubmitError, match=f"(?s)sbatch did not take .*: {REFUSED[option]}") as told:
         launch("exit 0", option)
     assert told.value.exit_code == 1
-    assert slurm.state(Run.attach("latest")).state == "NOT SUBMITTED"
+    assert Run.attach("latest").state.state == "NOT SUBMITTED"
 
 
 def test_a_limit_of_the_qos_is_told_too(launch):
@@ -150,22 +151,22 @@ def test_a_dead_controller_is_said_loses_nothing_and_comes_back(own, launch, tmp
     own.save(run)
     own.kill("slurmctld")
     pauses = []
-    until(lambda: pauses.append(queue.look().wait) or len(set(pauses)) > 2, 30)  # it is asked less and less often
+    until(lambda: pauses.append(client.queue().pause) or len(set(pauses)) > 2, 30)  # it is asked less and less often
     assert sorted(pauses) == pauses
-    now = slurm.state(run)
-    assert now.state == "RUNNING" and "Slurm does not answer, and is asked again soon" in str(now.evidence), now.lines()
+    now = run.state
+    assert now.state == "RUNNING" and "Slurm does not answer, and is asked again soon" in str(now.evidence), str(now)
     with pytest.raises(SubmitError, match=r"(?s)(controller|timed out).*(Nothing was submitted|may have taken)"):
         launch("exit 4", name="refused")
     with pytest.raises(KitError, match=r"^scancel \d+: .*controller"):
-        slurm.cancel(run)
+        run.cancel()
     own.start("slurmctld")
     refused = Run.attach("latest")
-    assert refused.path.name.startswith("refused") and slurm.state(refused).state == "NOT SUBMITTED"
-    slurm.submit(refused)  # the very same run
-    assert slurm.wait(refused, 60).exit_code == 4
+    assert refused.path.name.startswith("refused") and refused.state.state == "NOT SUBMITTED"
+    submit(refused)  # the very same run
+    assert refused.wait(60).exit_code == 4
     (tmp_path / "go").touch()
-    end = slurm.wait(run, 60)
-    assert (end.state, end.exit_code, end.confidence) == ("FAILED", 3, "high"), end.lines()
+    end = run.wait(60)
+    assert (end.state, end.exit_code, end.confidence) == ("FAILED", 3, "high"), str(end)
 
 
 def test_a_node_that_vanishes_ends_its_job_with_its_name_and_who_waits_for_it_is_told(own, launch):
@@ -174,31 +175,31 @@ def test_a_node_that_vanishes_ends_its_job_with_its_name_and_who_waits_for_it_is
     own.kill("slurmd-node2")
     for step in steps:
         step.kill()
-    end = slurm.wait(run, 90)
-    assert end.state == "NODE_FAIL" and "node2" in end.cause, end.lines()
+    end = run.wait(90)
+    assert end.state == "NODE_FAIL" and "node2" in end.cause, str(end)
     waiting = launch("exit 0", "--nodes=2")
-    told = until(lambda: (words := slurm.why_pending(waiting)) and "None" not in words and words, 90)
+    told = until(lambda: (words := waiting.why_pending()) and "None" not in words and words, 90)
     assert "node2" in told and "down, drained or reserved" in told, told
     own.start_node2()
-    assert slurm.wait(waiting, 90).state == "COMPLETED"
+    assert waiting.wait(90).state == "COMPLETED"
 
 
 def test_an_id_that_was_given_again_is_never_taken_for_the_old_run(launch):
     old = launch("exit 7")
-    slurm.wait(old, 60)
+    old.wait(60)
     ids = {old.job_id}
     while (new := launch("sleep 300", "--begin=now+1hour")).job_id != old.job_id:
-        slurm.cancel(new)
+        new.cancel()
         assert new.job_id not in ids and 1000 <= int(new.job_id) < 1019
         ids.add(new.job_id)
-    assert slurm.state(new).state == "PENDING" and slurm.state(old).exit_code == 7
+    assert new.state.state == "PENDING" and old.state.exit_code == 7
     assert Run.attach(old.job_id) == new
     with pytest.raises(InputError, match="is FAILED: there is nothing to cancel"):
-        slurm.cancel(old)  # the id is another job's by now
-    slurm.requeue(old)  # as a new job
-    assert old.job_id != new.job_id and slurm.state(new).state == "PENDING"
-    assert slurm.wait(old, 60).exit_code == 7
-    slurm.cancel(new)
+        old.cancel()  # the id is another job's by now
+    old.requeue()  # as a new job
+    assert old.job_id != new.job_id and new.state.state == "PENDING"
+    assert old.wait(60).exit_code == 7
+    new.cancel()
 
 
 @AS_ROOT
@@ -210,10 +211,10 @@ def test_a_folder_that_a_node_does_not_see_is_named_in_seconds(own, launch, clus
     try:
         spread = recipe.override(**{"parallel.nodes": 2, "parallel.gpus_per_node": 1})
         run, script = slurm.launch(spread, cluster), launch("exit 0", "--nodelist=node2")
-        end = slurm.wait(run, 60)
+        end = run.wait(60)
         assert end.state == "FAILED", run.tail()
         assert f"[start on node2] {run.path} is not here: every node must see paths.runs" in end.cause
-        assert "never started on node2: the folder of its log is not there" in slurm.wait(script, 60).cause
+        assert "never started on node2: the folder of its log does not exist" in script.wait(60).cause
     finally:
         own.kill("slurmd-node2")
         own.start_node2()
@@ -229,7 +230,7 @@ def seen():
             for process in psutil.process_iter(["cmdline"]):
                 found.append(" ".join(process.info["cmdline"] or []))
             for words in (["squeue", "-t", "all", "-o", "%all"], ["scontrol", "show", "job", "-d", "-o"]):
-                found.append(queue.command(*words).stdout)
+                found.append(client.command(*words).stdout)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -259,7 +260,7 @@ def test_no_token_is_written_down_or_shown_anywhere_and_the_job_has_it(
     with (tmp_path / "said").open("w") as said:
         execute(REPOSITORY / "notebooks/03_launch_run.ipynb", tmp_path / "03.ipynb", values, cwd=tmp_path, stream=said)
     run = Run.attach("latest")
-    end = slurm.wait(run, 240)
+    end = run.wait(240)
     assert end.state == "COMPLETED", run.tail()
     wanted = hashlib.sha256("".join(tokens.values()).encode()).hexdigest()
     assert (run.path / "state" / "digest").read_text().split()[0] == wanted
@@ -294,16 +295,16 @@ def test_a_folder_that_fills_up_or_turns_read_only_hides_no_end(launch, cluster,
     else:
         say("mount", "-o", "remount,ro", str(small))
     told = []
-    until(lambda: told.append(slurm.state(run)) or "cannot be written" in str(told[-1].evidence), 30)
-    assert told[-1].state in ("RUNNING", "COMPLETING", "LOST"), told[-1].lines()
+    until(lambda: told.append(run.state) or "cannot be written" in str(told[-1].evidence), 30)
+    assert told[-1].state in ("RUNNING", "COMPLETING", "LOST"), str(told[-1])
     with pytest.raises(InputError, match=r"No run folder can be made in .*: (No space left|Read-only file system)"):
         slurm.launch_script("#!/bin/bash\n", there, "another")
     if trouble == "full":
         (small / "filler").unlink()
     else:
         say("mount", "-o", "remount,rw", str(small))
-    end = slurm.wait(run, 30)
-    assert (end.state, end.exit_code) == ("FAILED", 5), end.lines()
+    end = run.wait(30)
+    assert (end.state, end.exit_code) == ("FAILED", 5), str(end)
 
 
 def test_a_run_that_is_moved_while_it_runs_is_followed_and_a_half_deleted_one_still_tells(launch, tmp_path):
@@ -311,9 +312,9 @@ def test_a_run_that_is_moved_while_it_runs_is_followed_and_a_half_deleted_one_st
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
     for name in ("logs", "state", "nodes"):
         subprocess.run(["rm", "-r", half.path / name], check=True)
-    assert (slurm.wait(moved, 60).state, slurm.state(moved).exit_code) == ("FAILED", 6)
-    assert (slurm.wait(half, 60).state, slurm.state(half).exit_code) == ("FAILED", 8)
-    assert "has no log yet" in half.tail()
+    assert (moved.wait(60).state, moved.state.exit_code) == ("FAILED", 6)
+    assert (half.wait(60).state, half.state.exit_code) == ("FAILED", 8)
+    assert "has no such log yet" in str(half.tail())
     with pytest.raises(InputError, match="No run"):
         Run.attach(run.path)
     assert half.path.name in say(sys.executable, "-m", "kit.cli", "runs")

@@ -1,8 +1,12 @@
 import pytest
 
-from kit.slurm.logs import cause_in, dead_rank
-from kit.slurm.outcome import State, records, resolve, together, witness
+from kit.slurm import outcome
+from kit.slurm.ledger import read_records
+from kit.slurm.logs import find_cause, find_dead_rank
+from kit.slurm.outcome import RunState, combine_tasks
 from kit.slurm.run import Run
+from kit.slurm.states import GoneRecord, JobState, SlurmRecord, parse_record
+from tests.conftest import add_record
 
 AGENT = """
 Failures:
@@ -22,6 +26,11 @@ Root Cause (first observed failure):
 """
 LIMIT = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-28T00:10:00 DUE TO TIME LIMIT ***\n"
 SCANCEL = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-28T00:10:00 ***\n"
+
+
+def resolve(run, job_id, found, log, now):
+    """Judge records as the ledger of a run has them; those of the first version, which have no `version`."""
+    return outcome.resolve(run, job_id, [parse_record(record) for record in found], log, now)
 
 
 def start(t=0):
@@ -120,18 +129,18 @@ def test_a_run_that_was_never_submitted_says_so():
 
 
 def test_the_first_dead_rank_is_named_and_not_the_one_that_was_ended_with_it():
-    assert dead_rank(AGENT.format(code=3)) == (0, 3)
-    assert cause_in(AGENT.format(code=3)) == "rank 0 exited with code 3"
-    assert cause_in(AGENT.format(code=-9)) == "rank 0 killed by signal 9"
+    assert find_dead_rank(AGENT.format(code=3)) == (0, 3)
+    assert find_cause(AGENT.format(code=3)).text == "rank 0 exited with code 3"
+    assert find_cause(AGENT.format(code=-9)).text == "rank 0 killed by signal 9"
 
 
 def test_what_the_dead_rank_said_is_the_cause():
     log = "[rank 1 on node2] RuntimeError: peer closed\n[rank 0 on node1] ValueError: bad lr\n" + AGENT.format(code=1)
-    assert cause_in(log) == "[rank 0 on node1] ValueError: bad lr"
+    assert find_cause(log).text == "[rank 0 on node1] ValueError: bad lr"
 
 
 def test_slurms_own_word_comes_first():
-    assert cause_in(LIMIT + AGENT.format(code=-15)) == "Slurm ended it on node1: CANCELLED DUE TO TIME LIMIT"
+    assert find_cause(LIMIT + AGENT.format(code=-15)).text == "Slurm ended it on node1: CANCELLED DUE TO TIME LIMIT"
 
 
 def test_preemption_is_an_end_only_when_slurm_does_not_start_the_job_again():
@@ -187,27 +196,29 @@ def test_job_ids_are_given_again_and_torn_lines_are_no_records(tmp_path):
     run = Run(tmp_path)
     (tmp_path / "state").mkdir()
     run.note(job_id="7", submitted=1_000_000.0)
-    witness(run, "slurm", state="FAILED", time=500.0)  # the same id, long ago
-    witness(run, "slurm", state="RUNNING", time=1_000_010.0)
+    add_record(run, SlurmRecord, state=JobState.FAILED, time=500.0)  # the same id, long ago
+    add_record(run, SlurmRecord, state=JobState.RUNNING, time=1_000_010.0)
     with (tmp_path / "state" / "ledger.jsonl").open("a") as ledger:
         ledger.write('{"time": 1000020, "source": "slurm", "job')
     (tmp_path / "state" / "exit.0.json").write_text("{")
     (tmp_path / "state" / ".exit.1.json").write_text("{}")
-    assert [r["state"] for r in records(run)] == ["RUNNING"]
+    assert [record.state for record in read_records(run)] == ["RUNNING"]
 
 
 def test_a_run_whose_state_folder_is_gone_can_still_be_judged_and_written(tmp_path):
     run = Run(tmp_path)
     run.note(job_id="7")
-    assert records(run) == []
-    witness(run, "gone")
-    assert [r["source"] for r in records(run)] == ["gone"]
+    assert read_records(run) == []
+    add_record(run, GoneRecord)
+    assert [record.witness for record in read_records(run)] == ["gone"]
 
 
 def test_an_array_is_as_bad_as_its_worst_task_and_not_over_before_the_last():
-    ok, bad, runs = State("r", "7", "COMPLETED", 0), State("r", "7", "FAILED", 3, cause="x"), State("r", "7", "RUNNING")
-    over, live = together("r", "7", {0: ok, 1: bad, 2: ok}), together("r", "7", {0: bad, 1: runs})
+    ok = RunState("r", "7", JobState.COMPLETED, 0)
+    bad = RunState("r", "7", JobState.FAILED, 3, cause="x")
+    runs = RunState("r", "7", JobState.RUNNING)
+    over, live = combine_tasks("r", "7", {0: ok, 1: bad, 2: ok}), combine_tasks("r", "7", {0: bad, 1: runs})
     assert (over.state, over.exit_code, over.ended) == ("FAILED", 3, True)
     assert over.cause == "3 tasks: 2 COMPLETED, 1 FAILED; x"
     assert (live.state, live.ended, live.tasks) == ("RUNNING", False, {0: "FAILED", 1: "RUNNING"})
-    assert together("r", "7", {0: ok}).state == "COMPLETED"
+    assert combine_tasks("r", "7", {0: ok}).state == "COMPLETED"

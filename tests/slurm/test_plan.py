@@ -14,7 +14,7 @@ from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.slurm import launch as slurm
 from kit.slurm.plan import plan
-from kit.slurm.run import Run, runs
+from kit.slurm.run import Run, find_runs
 from kit.slurm.script import render_script
 
 
@@ -52,7 +52,7 @@ def test_the_script_of_the_plan_is_the_one_that_is_launched_but_for_its_names(re
     shown = plan(recipe, local)
     assert "at once, on this machine" in shown.facts["starts"]
     run = slurm.launch(recipe, local)
-    slurm.cancel(run)
+    run.cancel()
     names = r"runs/tiny-[\d-]+|drawn-at-launch|prepared[\w/-]*|" + run.info["wandb_id"]
     assert re.sub(names, "", shown.script) == re.sub(names, "", render_script(run))
 
@@ -75,7 +75,7 @@ def test_the_command_line_shows_the_same_plan_and_launches_nothing(recipe, tmp_p
     assert main(["launch", "r.toml", "--cluster", "local", "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["facts"]["nodes"].startswith("1 node x 2 CPU ranks") and found["script"].startswith("#!/bin/bash")
-    assert list(runs()) == []
+    assert list(find_runs()) == []
 
 
 @pytest.mark.slurm
@@ -89,14 +89,14 @@ def test_the_commands_of_a_job(live_slurm, profile, recipe, tmp_path, capsys):
     second = Run.attach(json.loads(told())["run"])
     assert main(["state", first.path.name]) == 0
     assert re.search(r"pending, reason BeginTime: .*; estimated start \d{4}-", told())
-    slurm.wait(array, 60)
+    array.wait(60)
     assert main(["state", str(second.path), "--json"]) == 0
     assert json.loads(told())["pending"].startswith("pending, reason Dependency: the run that it follows has not ended")
     assert main(["runs"]) == 0
     assert re.search(rf"array-\S+ +{array.job_id} +FAILED +0-1 3-4 COMPLETED, 2 FAILED\n", told())
     assert main(["requeue", array.path.name, "2"]) == 0
-    assert main(["cancel", first.path.name]) == 0 and slurm.wait(first, 60).state == "CANCELLED"
-    assert slurm.wait(second, 60).state == "CANCELLED"  # it follows a good end only
+    assert main(["cancel", first.path.name]) == 0 and first.wait(60).state == "CANCELLED"
+    assert second.wait(60).state == "CANCELLED"  # it follows a good end only
     assert main(["cancel", first.path.name]) == 2 and "nothing to cancel" in capsys.readouterr().err
 
 

@@ -5,7 +5,6 @@ import pytest
 from kit.config.cluster import Cluster
 from kit.data.dataset import find_prepared, prepare
 from kit.errors import InputError
-from kit.slurm import launch as slurm
 from kit.slurm import prepare as batch
 
 
@@ -21,9 +20,9 @@ def test_an_array_and_its_merge_write_the_bytes_of_one_process(recipe, live_slur
         f'[slurm]\npartition = "gpu"\ntime = "10"\n[paths]\nruns = "{tmp_path}/runs"\n'
     )
     encoding, merging = batch.submit(recipe, Cluster.load(tmp_path / "c.toml"), tmp_path / "many", 3)
-    end = slurm.wait(merging, timeout=120)
-    assert end.state == "COMPLETED", merging.log.read_text() + encoding.tail()
-    assert {s.state for s in slurm.task_states(encoding).values()} == {"COMPLETED"}
+    end = merging.wait(timeout=120)
+    assert end.state == "COMPLETED", merging.log.read_text() + str(encoding.tail())
+    assert {s.state for s in encoding.task_states().values()} == {"COMPLETED"}
     alone = prepare(recipe, tmp_path / "one")
     together = find_prepared(recipe, tmp_path / "many")
     assert together.manifest["digest"] == alone.manifest["digest"]

@@ -171,7 +171,7 @@ def test_a_job_whose_nodes_cannot_meet_ends_in_seconds_with_one_line(live_slurm,
         slurm=dataclasses.replace(local.slurm, partition="gpu"),
     )  # fmt: skip
     run = slurm.launch(recipe.override(**{"parallel.nodes": 2, "parallel.gpus_per_node": 1}), cluster)
-    end = slurm.wait(run, timeout=60)
+    end = run.wait(timeout=60)
     assert (end.state, end.exit_code) == ("FAILED", 42)
     said = re.findall(r"^\[rendezvous on .*$", run.log.read_text(), re.MULTILINE)
     assert len(said) == 1 and said[0].startswith("[rendezvous on node1] node1 lacks GLOO_SOCKET_IFNAME=nope (it has lo")

@@ -14,6 +14,7 @@ from kit.slurm import launch as slurm
 from kit.slurm.run import Run
 from kit.slurm.script import render_script
 from kit.slurm.states import ScriptEnd, parse_record
+from kit.slurm.submit import submit
 from tests.slurm.test_run import ranks_of, wait_for
 
 # Stand-ins. The step stops at state/stop, as training does; the script is its parent's parent at most.
@@ -123,8 +124,8 @@ def test_the_local_runner_starts_a_job_again_too(run):
     script += "[ $SLURM_RESTART_COUNT -gt 1 ] || { scontrol requeue $SLURM_JOB_ID; exit 75; }\n"
     (run.path / "job.sbatch").write_text(script)
     run.note(job_id=None)
-    slurm.submit(run)
-    assert slurm.wait(run, timeout=30).state == "COMPLETED"
+    submit(run)
+    assert run.wait(timeout=30).state == "COMPLETED"
     assert run.log.read_text().splitlines() == ["start 0", "start 1", "start 2"]
 
 
@@ -167,7 +168,7 @@ def waits_for_its_limit(recipe, cluster, folder):
     done = '[ -e "$KIT_RUN/up" ] && echo {} > "$KIT_RUN/state/result.json" && exit 0'
     stub = f"bash -c '{done}\n{UP}{SAVES.replace('seq 50', 'seq 600')}"
     (run.path / "job.sbatch").write_text(script.replace(node, stub))
-    slurm.submit(run)
+    submit(run)
     wait_for(lambda: (run.path / "up").exists())
     scontrol("update", f"jobid={run.job_id}", "EndTime=now+2minutes")
     return run
@@ -190,9 +191,9 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
 
     said(run, "start", 1)
     wait_for(lambda: step(run) > int(saved.name.rpartition("-")[2]))
-    slurm.requeue(run)
+    run.requeue()
     assert said(run, "exit", 1)["signal"] == "TERM"
-    wait_for(lambda: slurm.state(run).state == "PENDING")
+    wait_for(lambda: run.state.state == "PENDING")
     half = run.path / "checkpoints" / "checkpoint-99"
     shutil.copytree(run.checkpoints()[-1], half)
     (half / "trainer_state.json").unlink()
@@ -205,15 +206,15 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
     third = said(run, "exit", 2)
     assert third["reason"].startswith("preempted, saved checkpoint-") and third["reason"].endswith(", requeued")
 
-    assert slurm.wait(run, timeout=200).state == "COMPLETED", run.log.read_text()
-    assert slurm.wait(calm, timeout=200).state == "COMPLETED", calm.log.read_text()
+    assert run.wait(timeout=200).state == "COMPLETED", run.log.read_text()
+    assert calm.wait(timeout=200).state == "COMPLETED", calm.log.read_text()
     assert story(run) == story(calm)  # bit for bit, with dropout
     assert [row[0] for row in story(run)] == list(range(1, 15))
     parts = [p.name for p in (run.path / "wandb").glob("offline-run-*")]
     assert len(parts) == 4 and all(name.endswith(f"-{run.info['wandb_id']}") for name in parts)
     assert "checkpoint-99 is not complete: put aside as incomplete-99" in run.log.read_text()
     assert said(limited, "exit", 0)["reason"] == "time limit near, saved checkpoint-7, requeued"
-    assert slurm.wait(limited, timeout=60).state == "COMPLETED"
+    assert limited.wait(timeout=60).state == "COMPLETED"
 
 
 def lose(root, node, run):
@@ -238,7 +239,7 @@ def test_a_run_survives_its_node_and_a_killed_rank_ends_it_with_the_cause(live_s
         assert again["nodes"] != lost and int(again["checkpoint"]) >= 2
         wait_for(lambda: step(run) > int(again["checkpoint"]) and "resuming from checkpoint-" in run.log.read_text())
         ranks_of(run)[1].kill()
-        end = slurm.wait(run, timeout=100)
+        end = run.wait(timeout=100)
         assert (end.state, end.exit_code, end.cause) == ("FAILED", 137, "rank 1 killed by signal 9")
     finally:
         subprocess.run(["slurmd", "-N", lost], env=os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin"}, check=True)

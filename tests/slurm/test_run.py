@@ -8,7 +8,8 @@ import pytest
 
 from kit.errors import InputError
 from kit.slurm import launch as slurm
-from kit.slurm.run import Run, runs
+from kit.slurm.run import Run, find_runs
+from kit.slurm.submit import submit
 from tests.conftest import until
 
 wait_for = partial(until, seconds=120)
@@ -47,9 +48,9 @@ def test_a_damaged_run_hides_no_other_and_says_what_is_wrong(recipe, local, tmp_
     good, bad = (Run.create(recipe, local, tmp_path, "d") for _ in range(2))
     good.note(job_id="4711")
     (bad.path / "run.json").write_text("{")
-    assert Run.attach("4711") == good and [run.path for run in runs()] == [good.path]
+    assert Run.attach("4711") == good and [run.path for run in find_runs()] == [good.path]
     with pytest.raises(InputError, match=r"run.json is not valid JSON"):
-        slurm.state(Run.attach(bad.path))
+        Run.attach(bad.path).state  # noqa: B018
 
 
 def test_a_job_id_that_was_given_again_finds_the_newer_run(recipe, local, tmp_path):
@@ -89,7 +90,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_a_cancelled_run(recipe, local, tmp_pat
     assert waiting.wait(timeout=60) == 130
     waiting.communicate()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks.values())
-    assert slurm.state(run).state == "CANCELLED"
+    assert run.state.state == "CANCELLED"
 
 
 @pytest.mark.slow
@@ -97,9 +98,9 @@ def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes
     run = slurm.launch(recipe.override(**{"schedule.max_steps": 300, "schedule.save_every": 5}), local)
     wait_for(lambda: len(run.checkpoints()) > 1)  # so the first is complete
     with pytest.raises(InputError, match=r"is RUNNING as job local-\d+; cancel it"):
-        slurm.submit(run)
+        submit(run)
     ranks_of(run)[1].kill()
-    end = slurm.wait(run, timeout=120)
+    end = run.wait(timeout=120)
     assert (end.state, end.exit_code) == ("FAILED", 128 + 9)
     assert end.cause == "rank 1 killed by signal 9"
     log = run.log.read_text()
@@ -111,8 +112,8 @@ def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes
     steps = int(newest.name.rpartition("-")[2]) + 3
     (run.path / "recipe.toml").write_text(run.recipe.override(**{"schedule.max_steps": steps}).toml())
     again = Run.attach(run.path)
-    slurm.submit(again)
-    assert slurm.wait(again, timeout=240).state == "COMPLETED", again.log.read_text()
+    submit(again)
+    assert again.wait(timeout=240).state == "COMPLETED", again.log.read_text()
     assert f"resuming from {newest.name}" in again.log.read_text()
     logs = list((run.path / "wandb").rglob(f"run-{run.info['wandb_id']}.wandb"))
     assert len(logs) == 2  # the same W&B run, in two segments

@@ -14,7 +14,7 @@ from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.forecast.timing import predict
 from kit.lint.lint import lint
-from kit.slurm.launch import launch, wait
+from kit.slurm.launch import launch
 from kit.slurm.run import Run
 from kit.slurm.script import forecast, render_script, warning_s
 from kit.slurm.template import fill
@@ -213,7 +213,7 @@ def test_modules_and_an_image_run_the_ranks_through_a_stand_in_for_apptainer(rec
     )  # fmt: skip
     job = recipe.override(**{"schedule.max_steps": 1, "parallel.gpus_per_node": 1})
     run = launch(job, dataclasses.replace(local, slurm=slurm))
-    assert wait(run, 400).state == "COMPLETED", run.tail()
+    assert run.wait(400).state == "COMPLETED", run.tail()
     assert "loaded cuda/12.8 after []" in run.log.read_text()
     asked = (run.path / "state" / "asked").read_text().splitlines()
     assert asked[:3] == ["exec", "--nv", "--bind"] and asked[3].endswith(",/scratch:/scratch")

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from kit.slurm.folder import StateFolder
 from kit.slurm.states import (
     FINAL_STATES,
     ExitRecord,
@@ -9,7 +10,6 @@ from kit.slurm.states import (
     ScriptEnd,
     SlurmRecord,
     StartRecord,
-    StateFolder,
     Witness,
     parse_line,
     parse_record,

@@ -16,7 +16,7 @@ ALONE = {"parallel.gpus_per_node": 1, "schedule.micro_batch": 2}
 
 
 def finished(run):
-    end = slurm.wait(run, timeout=400)
+    end = run.wait(timeout=400)
     assert end.state == "COMPLETED", run.log.read_text()
     state = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())
     history = [h for h in state["log_history"] if "loss" in h]

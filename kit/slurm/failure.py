@@ -1,0 +1,37 @@
+"""In a job that failed: print the rank that died first and its last lines, and exit with its exit code.
+
+Usage, by the job script: python -m kit.slurm.failure RUN EXIT_CODE
+"""
+
+import sys
+from pathlib import Path
+
+from kit.errors import InputError
+from kit.slurm import logs
+from kit.slurm.folder import RunFolder
+
+SEARCHED_LINES = 100_000  # of the end of the job's log, which is at most a MiB
+SHOWN_LINES = 12
+
+
+def last_lines_of_rank(run: RunFolder, rank: int, lines: int = SHOWN_LINES) -> str:
+    """The last lines of a rank's log; empty where it has none."""
+    path = run.path / "logs" / f"rank-{rank:03}.log"
+    return logs.last_lines(path, lines) if path.exists() else ""
+
+
+def report(run: RunFolder, exit_code: int) -> int:
+    """Print which rank died and why. Returns the rank's exit code as a shell gives it; `exit_code` where none died."""
+    log = logs.last_lines(run.log, SEARCHED_LINES)
+    dead, cause = logs.find_dead_rank(log), logs.find_cause(log)
+    if dead is None or cause is None:
+        return exit_code
+    print(f"\nThe job failed: {cause.text}\nLast lines of logs/rank-{dead.rank:03}.log:")
+    print(last_lines_of_rank(run, dead.rank))
+    return dead.exit_code if dead.exit_code > 0 else 128 - dead.exit_code
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise InputError("usage: python -m kit.slurm.failure RUN EXIT_CODE")
+    sys.exit(report(RunFolder(Path(sys.argv[1])), int(sys.argv[2])))

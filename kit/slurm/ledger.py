@@ -1,0 +1,91 @@
+"""The ledger of a run: append records, and read the records of all witnesses about the run's present job."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kit.slurm.folder import RunFolder, ScriptFile
+from kit.slurm.states import HeartbeatRecord, Record, parse_line, parse_record
+
+CLOCK_SKEW = 60  # seconds by which the clocks of nodes may differ
+MOST_FILE_BYTES = 2**16  # of a start or exit file; the kit's own have about 200
+MOST_LEDGER_BYTES = 2**25  # that are read of the end of the ledger; a run of a month has some 2**16
+
+
+def append(run: RunFolder, record: Record) -> None:
+    """Append a record to the ledger: one line, one write, so that lines of two processes do not mix."""
+    folder = run.state_folder
+    folder.path.mkdir(exist_ok=True)
+    handle = os.open(folder.ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.write(handle, record.as_line().encode())
+    finally:
+        os.close(handle)
+
+
+def read_records(run: RunFolder) -> list[Record]:
+    """The records about the run's present job, oldest first: of the ledger, the script's files and the heartbeats.
+
+    Slurm gives job ids again once they wrap, so records from before the submission are left out, too. Lines and files
+    that are damaged or of another shape are ignored.
+    """
+    info = run.info
+    submitted = info.get("submitted")
+    since = (submitted if isinstance(submitted, int | float) else 0) - CLOCK_SKEW
+    found = [*(record for _, record in _script_records(run)), *_ledger_records(run), *_heartbeats(run)]
+    present = [record for record in found if record.job_id == info["job_id"] and record.time >= since]
+    return sorted(present, key=lambda record: record.time)
+
+
+def by_task(records: Iterable[Record], tasks: Iterable[int | None]) -> dict[int | None, list[Record]]:
+    """The records about each array task, by index; of a plain job under None. Some records are about every task."""
+    found: dict[int | None, list[Record]] = {task: [] for task in tasks}
+    for record in records:
+        for task, own in found.items():
+            if record.task is None or record.task == task:
+                own.append(record)
+    return found
+
+
+def archive(run: RunFolder) -> None:
+    """Before the next submission: move the records of the last job's script into the ledger, under its job id."""
+    for file, record in list(_script_records(run)):
+        append(run, record)
+        file.path.unlink()
+    for path, _ in list(run.state_folder.heartbeats()):
+        path.unlink()
+
+
+def _ledger_records(run: RunFolder) -> Iterator[Record]:
+    text = _read_end(run.state_folder.ledger, MOST_LEDGER_BYTES)
+    for line in text.splitlines():
+        record = parse_line(line)
+        if record is not None:
+            yield record
+
+
+def _script_records(run: RunFolder) -> Iterator[tuple[ScriptFile, Record]]:
+    for file in run.state_folder.script_files():
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON
+            facts = json.loads(_read_end(file.path, MOST_FILE_BYTES))
+            named = {"source": file.witness, "restart": file.restart, "task": file.task}
+            record = parse_record(facts | named if isinstance(facts, dict) else None)
+            if record is not None:
+                yield file, record
+
+
+def _heartbeats(run: RunFolder) -> Iterator[Record]:
+    for path, task in run.state_folder.heartbeats():
+        with contextlib.suppress(FileNotFoundError):
+            yield HeartbeatRecord(time=path.stat().st_mtime, job_id=run.job_id, task=task)
+
+
+def _read_end(path: Path, most: int) -> str:
+    """The last bytes of a regular file as text; empty where there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - most))
+        return stream.read(most).decode(errors="replace")
