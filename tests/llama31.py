@@ -1,15 +1,15 @@
-"""The exact Llama 3.1 tokenizer for tests, built from Meta's file in the PyPI wheel llama-models; never committed."""
+"""The exact Llama 3.1 tokenizer for tests, built from Meta's file in the PyPI package llama-models; never committed."""
 
 import base64
 import hashlib
 import json
-import subprocess
-import sys
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests import shared
+from tests.conftest import oracle
 
 MODEL = "llama_models/llama3/tokenizer.model"
 SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"  # of that file in llama-models 0.3.0
@@ -26,28 +26,17 @@ CONTROL = [
 
 
 @pytest.fixture(scope="session")
-def llama31(pytestconfig):
-    """A folder with the tokenizer, the official chat template and a config.json; kept in pytest's cache."""
-    folder = Path(pytestconfig.cache.mkdir("llama31")) / "tokenizer"
-    if not (folder / "config.json").is_file():
-        build(_wheel(folder.parent), folder)
-    return folder
+def llama31():
+    """A folder with the tokenizer, the official chat template and a config.json."""
+    return shared.once("llama31", build)
 
 
-def _wheel(folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", folder, "llama-models==0.3.0"]
-    asked = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if not (found := list(folder.glob("llama_models-*.whl"))):
-        pytest.skip(f"no Llama 3.1 tokenizer: llama-models 0.3.0 cannot be fetched ({asked.stderr.strip()[-200:]})")
-    return found[0]
-
-
-def build(wheel: Path, folder: Path) -> None:
+def build(folder: Path) -> None:
     """BPE merges from ranks: every pair of known tokens that makes a token, in the order of what it makes."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    raw = zipfile.ZipFile(wheel).read(MODEL)
+    raw = (oracle("llama-models-0.3.0") / MODEL).read_bytes()
     assert hashlib.sha256(raw).hexdigest() == SHA256
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in raw.splitlines() if line)}
     letters = _byte_alphabet()

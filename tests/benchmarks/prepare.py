@@ -52,9 +52,9 @@ def _processor() -> str:
 
 
 def _llama31(work: Path) -> Path:
-    from tests.llama31 import _wheel, build
+    from tests.llama31 import build
 
-    build(_wheel(work), work / "llama31")
+    build(work / "llama31")
     return work / "llama31"
 
 

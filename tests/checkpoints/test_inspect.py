@@ -1,7 +1,5 @@
 """Real two-process FSDP2 saves, in the layouts that accelerate writes, and what inspect says of them."""
 
-import atexit
-import functools
 import json
 import math
 import os
@@ -21,6 +19,7 @@ from kit.cli import main
 from kit.errors import InputError, KitError
 from kit.slurm import launch as slurm
 from kit.slurm.submit import submit
+from tests import shared
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = [[5, 17, 99, 3, 64, 28, 7, 110]]
@@ -86,17 +85,17 @@ VARIANTS = {
 }
 
 
-@functools.cache
 def fsdp2_saves() -> Path:
     """base/ and <variant>/checkpoint-2/ of every variant, saved by two gloo processes; made once a session."""
-    root = Path(tempfile.mkdtemp(prefix="fsdp2-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return shared.once("fsdp2-saves", make_fsdp2_saves)
+
+
+def make_fsdp2_saves(root: Path) -> None:
     make_base(root / "base")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(root)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return root
 
 
 def copy(variant: str, tmp_path: Path) -> Path:

@@ -1,6 +1,5 @@
 """The sharded loader on checkpoints saved and loaded by real ranks: right values, each byte once, clear errors."""
 
-import functools
 import os
 import pickle
 import shutil
@@ -20,6 +19,7 @@ from kit.checkpoints import pagecache, weights
 from kit.checkpoints import sharded as shards
 from kit.checkpoints.formats.base import TensorInfo
 from kit.errors import InputError, KitError
+from tests import shared
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -161,16 +161,15 @@ def torchrun(ranks: int, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@functools.cache
 def saves() -> Path:
     """one/ (one process), rows/ and columns/ (three), safetensors/ and a nested lit_model.pth, all of one state."""
-    import atexit
+    return shared.once("sharded-saves", make_saves)
 
+
+def make_saves(root: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
-    root = Path(tempfile.mkdtemp(prefix="shards-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that one process is one process
         dcp.save(tensors(), checkpoint_id=str(root / "one"), no_dist=True)
@@ -178,7 +177,6 @@ def saves() -> Path:
     save_file(tensors(), root / "safetensors" / "model.safetensors")
     torch.save({"model": tensors()}, root / "lit_model.pth")
     torchrun(3, root, "save")
-    return root
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

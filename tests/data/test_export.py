@@ -11,6 +11,7 @@ from kit.data.dataset import Dataset
 from kit.data.export import to_megatron, to_parquet, to_webdataset, write_index
 from kit.data.sources import open_source
 from kit.errors import InputError
+from tests.conftest import oracle
 
 # Writes the same documents with megatron-core's own builder: argv = target folder, ids.npy, lengths.npy, dtype, out.
 ORACLE = """
@@ -32,15 +33,10 @@ print(DType.optimal_dtype(65_499).__name__, DType.optimal_dtype(65_500).__name__
 """
 
 
-@pytest.fixture(scope="session")
-def megatron(request, tmp_path_factory):
-    """megatron-core's own writer, from the package index, as a function (ids, lengths, dtype) -> .bin and .idx."""
-    target = request.config.cache.mkdir("megatron-core-0.16.1")
-    if not (target / "megatron").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
-        done = subprocess.run([*command, "megatron-core==0.16.1"], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"megatron-core could not be installed: {done.stderr.strip().splitlines()[-1]}")
+@pytest.fixture
+def megatron(tmp_path_factory):
+    """megatron-core's writer as a function (ids, lengths, dtype) -> .bin and .idx."""
+    target = oracle("megatron-core-0.16.1")
 
     def write(ids, lengths, kind):
         folder = tmp_path_factory.mktemp("oracle")

@@ -1,14 +1,11 @@
 """The exported adapter and the merged model against the model that was really trained, on two FSDP processes."""
 
-import atexit
 import base64
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,8 +17,10 @@ from kit.checkpoints import weights
 from kit.checkpoints.formats.base import ProblemKind
 from kit.deploy import adapter
 from kit.errors import InputError, KitError
+from tests import shared
 from tests.benchmarks import adapter as benchmark
 from tests.checkpoints.test_inspect import REPOSITORY, SHAPE, TARGETS, TOKENS, fsdp2_saves, make_base
+from tests.conftest import oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.20 itself
 
@@ -325,26 +324,21 @@ def random_adapter(base: Path, variant: str):
     return model
 
 
-@functools.cache
 def peft_saves(peft: str) -> Path:
     """base/ and <kind>-<only>-<variant>/checkpoint-2/, saved with this PEFT by two processes; made once a session."""
-    root = Path(tempfile.mkdtemp(prefix="peft-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return shared.once(f"peft-saves-{peft}", lambda root: make_peft_saves(root, peft))
+
+
+def make_peft_saves(root: Path, peft: str) -> None:
+    paths = [str(oracle(f"peft-{PEFTS[peft]}"))] if PEFTS[peft] else []
+    paths.append(str(REPOSITORY))
     make_base(root / "base")
-    paths = [str(REPOSITORY)]
-    if PEFTS[peft]:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", root / "peft"]
-        done = subprocess.run([*pip, f"peft=={PEFTS[peft]}"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"peft {PEFTS[peft]} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-        paths.insert(0, str(root / "peft"))
     names = [f"fsdp{n}-{only}-plain" for n in (1, 2) for only in ("adapter", "full")]
     names += [f"fsdp{n}-full-{v}" for n in (1, 2) for v in ("dora", "norm", "two")] + ["fsdp2-adapter-dora"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(root)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": ":".join(paths)}
     done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return root
 
 
 def bitwise(exported: Path, root: Path, variant: str, name: str = "default") -> bool:

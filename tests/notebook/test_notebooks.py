@@ -177,6 +177,7 @@ def browser():
 
 @pytest.mark.slow
 @pytest.mark.slurm
+@pytest.mark.browser
 # Playwright's pipes to its driver and Chromium are closed by the collector at its end.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_its_pictures_are_seen_without_javascript_and_without_a_network(demo, browser, tmp_path):

@@ -22,6 +22,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is no
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.browser,
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: bash env/packages chromium"),
     # Playwright's pipes to its driver and Chromium are closed by the collector at its end
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
