@@ -1,17 +1,17 @@
-"""Errors that a person reads: what is wrong, where, and what to do next."""
+"""Exceptions whose message a person reads: what is wrong, where, and what to do next."""
 
 
 class KitError(Exception):
-    """Something was found that stops the work; the command line exits 1."""
+    """The work cannot go on; the command line exits with 1."""
 
     exit_code = 1
 
 
 class InputError(KitError):
-    """A wrong call: an unknown key, a value out of range, a file that is not there; exits 2."""
+    """A wrong call, such as an unknown key, a value out of range or a missing file; the command line exits with 2."""
 
     exit_code = 2
 
 
 class SubmitError(KitError):
-    """Slurm refused the job; the message holds Slurm's own words."""
+    """Slurm refused the job; the message contains Slurm's own."""

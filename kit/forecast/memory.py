@@ -367,7 +367,7 @@ def _fix(s: Shape, recipe: Recipe, cluster: Cluster) -> str:
 
 def memory(recipe: Recipe, cluster: Cluster) -> Memory:
     """Does it fit, what is its peak made of, and which single change helps most cheaply. Raises InputError."""
-    s = load_shape(recipe.model.name)
+    s = load_shape(recipe.model.name, cluster.paths.hf_home)
     s.check(recipe)
     found = _forecast(s, recipe, cluster)
     if found.verdict in ("fits", "unknown"):

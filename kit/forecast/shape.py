@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import files
-from kit.config import schema
+from kit.config import models, schema
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 
@@ -267,27 +266,22 @@ def shipped() -> dict[str, dict[str, Any]]:
     return {name: table[config] if isinstance(config, str) else config for name, config in table.items()}
 
 
-def load_shape(name: str) -> Shape:
-    """From a config.json, a folder that holds one, a shipped hub id, or the hub's local cache, in this order."""
-    path = files.locate(name)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        if name in shipped():
-            return shape_of(shipped()[name], name)
-        path = _cached(name)
+def load_shape(name: str, hf_home: str = "") -> Shape:
+    """From a config.json, a folder that has one, a shipped hub id, or a hub cache, in this order.
+
+    `hf_home` is the profile's cache. Raises InputError where the model is not found.
+    """
+    if name in shipped() and not models.local_config(name):
+        return shape_of(shipped()[name], name)
+    path = models.find_config(name, hf_home)
+    if path is None:
+        raise InputError(
+            f"No config of model {name!r}: it is not a file, not a folder with a config.json, not among the shipped "
+            f"shapes and not in the hub's cache {' or '.join(map(str, models.hub_caches(hf_home)))}. Set model.name to "
+            "a folder with a config.json, or HF_HOME to the cache that contains the model; "
+            f"{schema.nearest(name, shipped())}"
+        )
     config = files.read_json(path)
     if not isinstance(config, dict):
-        raise InputError(f"{path} holds no config of a model, but a {type(config).__name__}.")
+        raise InputError(f"{path} is not a model's config, but a {type(config).__name__}.")
     return shape_of(config, name)
-
-
-def _cached(name: str) -> Path:
-    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    found = list(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    if not found:
-        raise InputError(
-            f"No config of model {name!r}: looked for a file or folder of that name, among the shipped shapes and in "
-            f"{hub}. Set model.name to a folder with a config.json, or HF_HOME to the cache that holds the model. "
-            + schema.nearest(name, shipped())
-        )
-    return max(found, key=lambda p: p.stat().st_mtime)

@@ -287,7 +287,8 @@ def predict(recipe: Recipe, cluster: Cluster, manifest: dict[str, Any] | None = 
 
     On a CPU cluster `nodes.gpu_bf16_tflops` is what one process sustains in fp32; on GPUs it is the dense bf16 peak.
     """
-    s, sizes, found = load_shape(recipe.model.name), Sizes.of(recipe, manifest), memory(recipe, cluster)
+    s = load_shape(recipe.model.name, cluster.paths.hf_home)
+    sizes, found = Sizes.of(recipe, manifest), memory(recipe, cluster)
     stored = _storage(s, recipe, cluster)
     time = _time(s, recipe, cluster, sizes, stored)
     warnings = (*found.warnings, *_warnings(recipe, cluster, sizes, time))

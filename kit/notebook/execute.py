@@ -27,8 +27,8 @@ from nbformat.v4 import new_output
 
 from kit.errors import InputError, KitError
 from kit.notebook.parameters import Parameter, check, inject, read_notebook, read_parameters, read_values
+from kit.notebook.redact import hide, secret_values
 from kit.notebook.replay import provenance
-from kit.notebook.secrets import hide, secret_values
 from kit.slurm.client import available
 
 __all__ = ["KitEngine", "NotebookFailed", "Parameter", "check", "execute", "read_parameters", "read_values"]

@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from kit.config.schema import coerce, nearest, parse, read_toml
 from kit.errors import InputError
-from kit.notebook.secrets import SECRET
+from kit.notebook.redact import is_secret
 
 PLAIN: dict[str, Any] = {k.__name__: k for k in (bool, int, float, str, Path)}
 
@@ -161,7 +161,7 @@ def check(parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict
     for name in given:
         if name not in parameters:
             raise InputError(f"Unknown parameter {name!r}; {nearest(name, parameters)}")
-        if SECRET.search(name) and parameters[name].kind not in (bool, int, float, int | None, float | None):
+        if is_secret(name) and parameters[name].kind not in (bool, int, float, int | None, float | None):
             raise InputError(f"Parameter {name!r} looks like a secret; pass it through the environment or a file.")
     return {name: _typed(value, parameters[name].kind, f"Parameter {name}") for name, value in given.items()}
 

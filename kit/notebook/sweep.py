@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kit import files
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError, KitError
@@ -151,7 +152,8 @@ def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> R
     for recipe in recipes:
         slurm.check(recipe, cluster)
         slurm.check_fit(recipe, cluster, job_script.forecast(recipe, cluster))
-    datasets = [prepare(recipe) for recipe in recipes]
+    with models.use_hf_home(cluster.paths.hf_home):
+        datasets = [prepare(recipe) for recipe in recipes]
     sweep = Run.create_for_script("", cluster, f"{base.name}-sweep")
     inside = replace(cluster, paths=replace(cluster.paths, runs=str(sweep.path / "runs")))
     runs = [

@@ -31,11 +31,13 @@ def launch(
     words where Slurm refuses it; the run folder then stays.
     """
     check(recipe, cluster)
-    found = find_prepared(recipe, prepared)
+    with models.use_hf_home(cluster.paths.hf_home):
+        found = find_prepared(recipe, prepared)
     predicted = job_script.forecast(recipe, cluster, found.manifest if found else None)
     if not anyway:
         check_fit(recipe, cluster, predicted)
-    dataset = prepare(recipe, prepared)
+    with models.use_hf_home(cluster.paths.hf_home):
+        dataset = prepare(recipe, prepared)
     if found is None or found.path != dataset.path:  # times depend on the number of rows
         predicted = job_script.forecast(recipe, cluster, dataset.manifest)
     run = freeze(recipe, cluster, dataset, predicted)
@@ -70,14 +72,14 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     models.check_weights(recipe.model.name, cluster.paths.hf_home)
-    _check_layers(recipe)
+    _check_layers(recipe, cluster)
     reach(cluster, parallel.nodes)
 
 
-def _check_layers(recipe: Recipe) -> None:
+def _check_layers(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for settings that transformers or PEFT would refuse for this model."""
     try:
-        shape = load_shape(recipe.model.name)
+        shape = load_shape(recipe.model.name, cluster.paths.hf_home)
     except InputError:  # the forecast does not know the family, but it may train
         return
     shape.check(recipe)

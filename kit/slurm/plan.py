@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import find_prepared
@@ -85,7 +86,8 @@ class Start:
 def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) -> Plan:
     """What `launch` would do with these. Raises InputError for what cannot run."""
     check(recipe, cluster)
-    dataset = find_prepared(recipe, prepared)
+    with models.use_hf_home(cluster.paths.hf_home):
+        dataset = find_prepared(recipe, prepared)
     predicted, unknown = None, ""
     try:
         predicted = predict(recipe, cluster, dataset.manifest if dataset else None)

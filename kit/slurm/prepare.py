@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kit import files
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import merge
@@ -42,6 +43,7 @@ def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Name
 def _script(cluster: Cluster, work: Path) -> str:
     cpus = max(1, min(8, cluster.nodes.cpus))
     threads = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(cpus), "HF_HUB_OFFLINE": "1"}
+    threads |= models.hf_environment(cluster.paths.hf_home)
     command = f"exec {jobscript.python(cluster)} -m kit.slurm.prepare {shlex.quote(str(work))}"
     return jobscript.render(
         cluster, jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cpus), command, threads

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.config import models
 from kit.config.cluster import Cluster, gres_for
 from kit.config.recipe import Recipe
 from kit.errors import InputError
@@ -184,8 +185,7 @@ def exported(job: Job) -> dict[str, str]:
     if not environment.has_image(cluster) and not cluster.slurm.python:
         # The nodes must have what this process has. Another interpreter has other versions.
         values[Variable.SOFTWARE] = json.dumps(rendezvous.software())
-    if cluster.paths.hf_home:
-        values["HF_HOME"] = cluster.paths.hf_home
+    values |= models.hf_environment(cluster.paths.hf_home)
     if cluster.nodes.gpus == 0:
         threads = max(1, cluster.nodes.cpus // recipe.parallel.gpus_per_node)
         values |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kit.config.cluster import Cluster, Paths
 from kit.config.recipe import Data, Model, Recipe, Tuning
 from kit.errors import InputError
 from kit.forecast.shape import load_shape, shape_of, shipped
@@ -240,6 +241,17 @@ def test_a_shape_is_read_from_a_file_a_folder_or_the_hub_cache(tmp_path: Path, m
         assert load_shape(name).total == load_shape("gpt2").total
 
 
+def test_a_forecast_reads_the_model_from_the_cache_of_the_profile(tmp_path: Path) -> None:
+    snapshot = tmp_path / "pool" / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(shipped()["gpt2"]))
+    recipe = Recipe("x", Model("some/model"), Data("s"), Tuning("full"))
+    cluster = Cluster("x", paths=Paths(hf_home=str(tmp_path / "pool")))
+    assert predict(recipe, cluster).parameters == load_shape("gpt2").total
+    with pytest.raises(InputError, match="No config of model 'some/model'"):
+        predict(recipe, Cluster("x"))
+
+
 def test_a_model_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(InputError, match="HF_HOME") as error:
@@ -248,7 +260,7 @@ def test_a_model_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, mo
     assert "did you mean 'meta-llama/Llama-3.1-8B'" in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[1]", "no config of a model, but a list")])
+@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[1]", "not a model's config, but a list")])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=words):

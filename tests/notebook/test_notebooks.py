@@ -19,7 +19,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from kit.config.recipe import Recipe
 from kit.notebook.demo import NOTEBOOKS
 from kit.notebook.parameters import inject
-from kit.notebook.secrets import hide, secret_values
+from kit.notebook.redact import hide, secret_values
 from kit.slurm.run import Run
 from tests.conftest import REPOSITORY
 from tests.golden.make import COPIES, SANITIZER
