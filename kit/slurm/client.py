@@ -280,7 +280,7 @@ def squeue(*which: str) -> SqueueAnswer:
     done = command("squeue", *which, "-t", "all", "-h", "-r", "-O", asked)
     if done.returncode:
         # Slurm's programs say this where they are installed and find no slurm.conf (read_config.c).
-        no_cluster = done.returncode == NOT_CONFIGURED or "configuration source" in done.stderr
+        no_cluster = done.returncode in (NOT_CONFIGURED, NOT_INSTALLED) or "configuration source" in done.stderr
         trouble = done.stderr.strip() or f"squeue failed with exit code {done.returncode}"
         return SqueueAnswer({}, trouble, no_cluster)
     values = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in done.stdout.splitlines()]

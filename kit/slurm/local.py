@@ -76,6 +76,7 @@ def execute(run: RunFolder) -> int:
 def _environment(run: RunFolder, stand_ins: Path) -> dict[str, str]:
     return os.environ | {
         "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
+        Variable.RUN: str(run.path),
         Variable.JOB_ID: str(run.job_id),
         "SLURM_JOB_ID": str(run.job_id).removeprefix(LOCAL_PREFIX),
         "SLURM_JOB_NAME": run.name,

@@ -80,10 +80,10 @@ def _update(path: Path) -> bool:
         if run.job_id is None:
             return time.time() - (run.info.get("submitted") or 0) < UNHEARD_AFTER
         return not evidence.state_of(run).ended
-    except (OSError, KitError):  # a full disk; a folder that is deleted or damaged
-        with contextlib.suppress(OSError):
-            return (path / "run.json").exists()
+    except KitError:  # run.json is absent or damaged, and is written in one step
         return False
+    except OSError:  # such as a full disk, or a file system that does not answer now
+        return True
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
+import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 
 import psutil
@@ -8,9 +10,10 @@ import pytest
 
 from kit.errors import InputError
 from kit.slurm import launch as slurm
-from kit.slurm.run import Run, find_runs
+from kit.slurm.run import Run, find_runs, format_tasks, runs
+from kit.slurm.states import JobState, SlurmRecord
 from kit.slurm.submit import submit
-from tests.conftest import until
+from tests.conftest import add_record, until
 
 wait_for = partial(until, seconds=120)
 
@@ -117,3 +120,68 @@ def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes
     assert f"resuming from {newest.name}" in again.log.read_text()
     logs = list((run.path / "wandb").rglob(f"run-{run.info['wandb_id']}.wandb"))
     assert len(logs) == 2  # the same W&B run, in two segments
+
+
+def test_only_folders_named_after_a_step_are_checkpoints(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "d")
+    for name in ("checkpoint-20", "checkpoint-3", "checkpoint-20-copy", "checkpoint-best", "checkpoint-"):
+        (run.path / "checkpoints" / name).mkdir()
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-3", "checkpoint-20"]
+
+
+def test_a_run_and_its_state_show_themselves(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "d")
+    assert run.as_dict() == {"run": str(run.path), "job_id": None} and str(run) == f"{run.path}\nnot submitted"
+    state = run.state
+    assert str(state) == f"{run.name}: NOT SUBMITTED (confidence high)\n  run.json has no job id"
+    assert set(state.as_dict()) == {
+        "run", "job_id", "state", "exit_code", "signal", "cause", "confidence", "evidence", "conflicts", "tasks",
+        "provisional", "pending",
+    }  # fmt: skip
+    assert json.loads(json.dumps(state.as_dict()))["state"] == "NOT SUBMITTED"
+    assert "NOT SUBMITTED" in state._repr_mimebundle_()["text/html"]
+
+
+def test_the_table_of_runs_shows_each_state_and_the_tasks_of_arrays(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "d")
+    assert runs().as_dict() == {"runs": [{"run": str(run.path), "job_id": None, "state": "NOT SUBMITTED", "tasks": {}}]}
+    assert run.name in str(runs())
+    states = {0: JobState.COMPLETED, 1: JobState.COMPLETED, 2: JobState.FAILED, 4: JobState.COMPLETED}
+    assert format_tasks(states) == "0-1 4 COMPLETED, 2 FAILED"
+
+
+def test_without_runs_the_table_says_so():
+    assert str(runs()) == "No runs were found."
+
+
+def test_no_lines_of_a_log_are_none_and_fewer_are_refused(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "d")
+    (run.path / "logs" / "rank-000.log").write_text("a\nb\n")
+    assert run.tail(lines=0).as_dict()["logs"] == {"rank-000.log": []}
+    with pytest.raises(InputError, match="-5 lines were asked for"):
+        run.tail(lines=-5)
+
+
+def test_a_run_that_follows_a_slurm_job_is_refused_where_no_slurm_answers(local):
+    before, after = (Run.create_for_script("#!/bin/sh\n", local, name) for name in ("before", "after"))
+    before.note(job_id="7", submitted=time.time())
+    add_record(before, SlurmRecord, state=JobState.RUNNING)
+    with pytest.raises(InputError, match=r"before-.* is job 7 of Slurm, which does not answer here"):
+        submit(after, after=before)
+    assert after.job_id is None
+
+
+def test_a_script_runs_here_again_when_it_requeues_itself(local):
+    again = '[ "$SLURM_RESTART_COUNT" = 1 ] || { scontrol requeue "$SLURM_JOB_ID"; exit 75; }\necho second; exit 4\n'
+    run = slurm.launch_script(f"#!/bin/bash\n{again}", local, "own")
+    end = run.wait(timeout=60, every=0.1)
+    assert (end.state, end.exit_code, run.is_local) == ("FAILED", 4, True)
+    assert str(run.tail()).endswith("\nsecond")
+    with pytest.raises(InputError, match=r"is FAILED: there is nothing to cancel"):
+        run.cancel()
+
+
+def test_a_run_here_is_cancelled(local):
+    run = slurm.launch_script("#!/bin/bash\nsleep 100\n", local, "own")
+    run.cancel()
+    assert run.state.state == "CANCELLED" and run.state.ended
