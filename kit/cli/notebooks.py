@@ -7,7 +7,6 @@ import typer
 
 from kit.cli.base import SETTINGS, ClusterName, Json, emit, find_run, finish, load_cluster, pairs, warn
 from kit.errors import InputError
-from kit.show import Answer, Table
 
 app = typer.Typer(**SETTINGS)
 NOTEBOOKS = "Notebooks"
@@ -20,7 +19,7 @@ def demo(
     """Run every notebook headless on the embedded default."""
     from kit.notebook.demo import demo as run_demo
 
-    raise typer.Exit(run_demo(out))
+    print(run_demo(out))
 
 
 @app.command(rich_help_panel=NOTEBOOKS)
@@ -37,14 +36,14 @@ def run(
     given: dict[str, Any] = read_values(Path(file)) if file else {}
     given |= pairs(parameters)
     if cluster:
-        from kit.notebook.sweep import job
+        from kit.notebook.sweep import submit_notebook
 
-        made = job(notebook, given, out, load_cluster(cluster))
+        made = submit_notebook(notebook, given, out, load_cluster(cluster))
         print(f"{made.path}\njob {made.job_id}")
         return
     from kit.notebook.execute import execute
 
-    print(execute(notebook, out, given, say=warn))
+    print(execute(notebook, out, given))
 
 
 @app.command(rich_help_panel=NOTEBOOKS)
@@ -58,27 +57,22 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Run a notebook or a recipe at many settings, as one Slurm array."""
-    from kit.notebook.parameters import label, read_grid
-    from kit.notebook.sweep import rerun as submit_again
+    from kit.notebook.grid import read_grid
+    from kit.notebook.sweep import Sweep
     from kit.notebook.sweep import sweep as start
-    from kit.notebook.sweep import tasks
 
     if rerun:
-        made = find_run(rerun)
-        warn(f"submitted again: {', '.join(map(str, submit_again(made))) or 'none; all ended well'}")
+        found = Sweep(find_run(rerun))
+        warn(f"submitted again: {', '.join(map(str, found.rerun())) or 'none; all completed'}")
     elif grid:
-        made = start(what, read_grid(Path(grid)), load_cluster(cluster), limit)
+        found = start(what, read_grid(Path(grid)), load_cluster(cluster), limit)
     else:
         raise InputError("kit sweep takes a notebook or a recipe, and a grid; or --rerun and a sweep.")
-    warn(f"{made.path}, job {made.job_id}")
+    warn(f"{found.run.path}, job {found.run.job_id}")
     if wait:
-        made.wait()
-    found = tasks(made)
-    rows = [{"task": t.number, "values": t.values, "out": str(t.out), "state": t.state} for t in found]
-    shown = [(t.number, t.state, label(t.values), t.out.relative_to(made.path)) for t in found]
-    table = Table(("task", "state", "values", "out"), shown)
-    emit(Answer({"sweep": str(made.path), "job_id": made.job_id, "tasks": rows}, table), as_json)
-    finish(wait and any(task.state != "COMPLETED" for task in found))
+        found.run.wait()
+    emit(found, as_json)
+    finish(wait and not all(task.completed for task in found.tasks()))
 
 
 @app.command(rich_help_panel=NOTEBOOKS)
@@ -92,7 +86,5 @@ def replay(
     from kit.notebook.replay import replay as run_again
 
     found = run_again(executed, out, anyway)
-    lines = ["the results are the same, to the bit" if found["same"] else "the results differ", *found["results"]]
-    lines += [f"{reason}: {text}" for reason, texts in found["reasons"].items() for text in texts]
-    emit(Answer(found, *lines), as_json)
-    finish(not found["same"])
+    emit(found, as_json)
+    finish(not found.same)

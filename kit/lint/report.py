@@ -1,20 +1,41 @@
-"""The linter's report: each finding with the line of the script that it is about."""
+"""Findings next to the lines of the script that they are about."""
 
-import html
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kit.lint.lint import Finding
+from kit.show import Mark, Part, Result, Table
 
-COLOURS = {"error": "#dc2626", "warning": "#d97706", "info": "#64748b"}
+MARKS: dict[str, Mark] = {"error": "bad", "warning": "warning"}
+SECRET_RULES = ("KS601", "KS602")  # their lines hold a secret and are not shown
 
 
-def beside(text: str, found: list[Finding]) -> dict[str, str]:
-    """The findings with the lines that they are about, as plain text and HTML; lines with a secret are not shown."""
-    hidden = {f.line for f in found if f.rule in ("KS601", "KS602")}
-    rows = ["" if number in hidden else row for number, row in enumerate(["", *text.split("\n"), ""])]
-    plain, table = "", '<table style="font-family:system-ui;text-align:left">'
-    for f in found:
-        said = f"{f.message} {f.fix}"
-        plain += f"{f.line}: {rows[f.line]}\n    {f.severity} {f.rule}: {said}\n"
-        row, kind = html.escape(rows[f.line]), f'<b style="color:{COLOURS[f.severity]}">{f.severity} {f.rule}</b>'
-        table += f"<tr><td>{f.line}</td><td><code>{row}</code></td><td>{kind} {html.escape(said)}</td></tr>"
-    return {"text/plain": plain, "text/html": f"{table}</table>"}
+@dataclass(frozen=True)
+class Report(Result):
+    """The findings of one script."""
+
+    script: str
+    findings: Sequence[Finding]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The findings, as `kit lint --json` prints them."""
+        return {"findings": [asdict(finding) for finding in self.findings]}
+
+    def parts(self) -> Iterator[Part]:
+        """A row for each finding: the line, its source, and what is wrong with it."""
+        if not self.findings:
+            return
+        secret = {finding.line for finding in self.findings if finding.rule in SECRET_RULES}
+        source = ["" if number in secret else row for number, row in enumerate(["", *self.script.split("\n"), ""])]
+        rows = [
+            [
+                finding.line,
+                source[finding.line],
+                f"{finding.severity} {finding.rule}",
+                f"{finding.message} {finding.fix}",
+            ]
+            for finding in self.findings
+        ]
+        marks = {n: MARKS[finding.severity] for n, finding in enumerate(self.findings) if finding.severity in MARKS}
+        yield Table(["line", "source", "finding", "what to do"], rows, marks=marks)

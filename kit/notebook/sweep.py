@@ -1,6 +1,7 @@
-"""Sweep: a notebook or a recipe at many settings, as one Slurm array, or one after another here. A sweep is a Run.
+"""Sweep: execute a notebook, or train a recipe, at many settings, as one Slurm array or one after another here.
 
-Its folder also has sweep.json (the settings), the notebook as it was, and notebooks/0003.ipynb or runs/<run> for each.
+The folder of a sweep is a run folder with sweep.json (the settings), the notebook as it was, and for each task
+notebooks/0003.ipynb or runs/<run>. `python -m kit.notebook.sweep RUN [TASK]` is what its job runs.
 """
 
 import os
@@ -10,143 +11,261 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from kit import files
 from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
+from kit.data.dataset import prepare
 from kit.errors import InputError, KitError
-from kit.notebook.parameters import check, label, read_notebook, read_parameters
+from kit.notebook.execute import execute
+from kit.notebook.grid import Setting, label
+from kit.notebook.parameters import check, read_notebook, read_parameters
+from kit.show import Mark, Part, Result, Table
 from kit.slurm import environment as jobscript
 from kit.slurm import launch as slurm
 from kit.slurm import ledger
+from kit.slurm import script as job_script
 from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
-from kit.slurm.states import SubmitRecord
+from kit.slurm.states import FINAL_STATES, JobState, SubmitRecord
 from kit.slurm.submit import reach, submit
 
 STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
 # Slurm's SIGTERM goes to every process. For a notebook the shell waits until it is saved, and leaves the exit code; a
 # run's own script does all that, so it takes the place of this one.
 BODY = "{how} {python} -m kit.notebook.sweep {run} ${{SLURM_ARRAY_TASK_ID-}}"
-Settings = Mapping[str, Any]
+WAIT_FOR_NOTEBOOK, REPLACED_BY_RUN = "trap : TERM\n", "exec"
+NOT_STARTED, NOT_RUN = "", "NOT RUN"  # of a task: not yet, and not before the sweep ended
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Task:
-    """One setting of a sweep, the notebook or run folder that comes of it, and its state as Slurm names it."""
+class Task(ABC):
+    """One setting of a sweep and what comes of it, the notebook or run folder `out`."""
 
     number: int
-    values: Settings
+    values: Setting
     out: Path
-    state: str = ""
+    state: str = ""  # as Slurm names it, or NOT RUN
+
+    @abstractmethod
+    def own_state(self) -> str:
+        """The state as its notebook or run says; NOT_STARTED before."""
+
+    @abstractmethod
+    def execute(self, sweep: Run) -> int:
+        """Do the work of this task; the exit code."""
+
+    def enter(self, sweep: Run, array_job: str) -> None:  # noqa: B027  (a notebook has no job of its own)
+        """Note in the task's folder that it is a task of this array job."""
+
+    @property
+    def completed(self) -> bool:
+        """True if it ran to its end."""
+        return self.state == "COMPLETED"
 
 
-def sweep(what: str | Path, points: Sequence[Settings], cluster: Cluster, limit: int = 0) -> Run:
+class NotebookTask(Task):
+    """A notebook to be executed with parameters."""
+
+    @override
+    def own_state(self) -> str:
+        return notebook_state(read_notebook(self.out).metadata) if self.out.exists() else NOT_STARTED
+
+    @override
+    def execute(self, sweep: Run) -> int:
+        execute(sweep.path / sweep.info["notebook"], self.out, self.values, overwrite=True)
+        return 0
+
+
+class RunTask(Task):
+    """A recipe to be trained; `out` is an ordinary run folder."""
+
+    @override
+    def own_state(self) -> str:
+        run = Run(self.out)
+        return str(run.state.state) if run.job_id else NOT_STARTED
+
+    @override
+    def execute(self, sweep: Run) -> int:
+        array_job = os.environ.get("SLURM_ARRAY_JOB_ID")
+        if array_job:
+            self.enter(sweep, array_job)
+            os.environ["KIT_JOB_ID"] = self.job_id(array_job)
+            os.execvp("bash", ["bash", str(self.out / "job.sbatch")])
+        run = Run(self.out)
+        submit(run)
+        return run.wait().exit_code or 0
+
+    def job_id(self, array_job: str) -> str:
+        """Slurm's name of this task of the array."""
+        return f"{array_job}_{self.number}"
+
+    @override
+    def enter(self, sweep: Run, array_job: str) -> None:
+        run, job_id = Run(self.out), self.job_id(array_job)
+        if run.job_id == job_id:
+            return
+        ledger.archive(run)  # what an earlier job left goes into the ledger
+        log, script = sweep.path / "logs" / f"slurm-{job_id}.out", sweep.path / "job.sbatch"
+        run.note(job_id=job_id, submitted=sweep.info["submitted"], script=str(script), log=str(log))
+        ledger.append(run, SubmitRecord(time=time.time(), job_id=job_id))
+
+
+@dataclass(frozen=True)
+class Sweep(Result):
+    """A sweep and the state of its tasks. Raises InputError for a run that is not a sweep."""
+
+    run: Run
+
+    def tasks(self) -> list[Task]:
+        """Every task with its state now."""
+        states = self.run.task_states()
+        return [replace(task, state=_task_state(task, states)) for task in read_plan(self.run)]
+
+    def rerun(self) -> list[int]:
+        """Submit the tasks that did not complete, and return their numbers; runs go on from their newest checkpoint.
+
+        Raises InputError while the sweep has not ended.
+        """
+        reach(self.run.cluster)
+        again = [task.number for task in self.tasks() if not task.completed]
+        if again:
+            self.submit(again, limit=self.run.info.get("array_limit", 0))
+        return again
+
+    def submit(self, numbers: Sequence[int], limit: int) -> None:
+        """Submit these tasks as one array; at most `limit` run at once (0: all)."""
+        array = ",".join(map(str, numbers)) + (f"%{limit}" if limit else "")
+        self.run.note(array=array, array_limit=limit)
+        submit(self.run)
+        array_job = str(self.run.job_id)
+        if array_job.isdigit():
+            plan = read_plan(self.run)
+            for number in numbers:
+                plan[number].enter(self.run, array_job)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sweep's folder, its job, and a record for each task."""
+        tasks = [
+            {"task": task.number, "values": task.values, "out": str(task.out), "state": task.state}
+            for task in self.tasks()
+        ]
+        return {"sweep": str(self.run.path), "job_id": self.run.job_id, "tasks": tasks}
+
+    def parts(self) -> Iterator[Part]:
+        """A row for each task."""
+        yield f"{self.run.path}, job {self.run.job_id}"
+        tasks = self.tasks()
+        rows = [[task.number, task.state, label(task.values), self._shown(task.out)] for task in tasks]
+        failed = {*FINAL_STATES, NOT_RUN} - {JobState.COMPLETED}
+        marks: dict[int, Mark] = {place: "bad" for place, task in enumerate(tasks) if task.state in failed}
+        yield Table(["task", "state", "setting", "result"], rows, marks=marks)
+
+    def _shown(self, out: Path) -> str:
+        return str(out.relative_to(self.run.path) if self.run.path in out.parents else out)
+
+
+def sweep(what: str | Path, settings: Sequence[Setting], cluster: Cluster, limit: int = 0) -> Sweep:
     """Check every setting, then submit all; at most `limit` run at once (0: all). `what`: a notebook, or a recipe.
 
     Raises InputError before anything is made (unknown name, bad value, a setting given twice), and as slurm.launch.
     """
-    run = _notebook(Path(what), points, cluster) if Path(what).suffix == ".ipynb" else _recipe(what, points, cluster)
-    _submit(run, range(len(points)), limit)
-    return run
+    if Path(what).suffix == ".ipynb":
+        run = _notebook_sweep(Path(what), settings, cluster)
+    else:
+        run = _recipe_sweep(what, settings, cluster)
+    found = Sweep(run)
+    found.submit(range(len(settings)), limit)
+    return found
 
 
-def job(notebook: Path, values: Settings, out: Path, cluster: Cluster) -> Run:
-    """The notebook as one job, submitted. Raises InputError before that: a bad value, or `out` exists."""
+def submit_notebook(notebook: Path, values: Setting, out: Path, cluster: Cluster) -> Run:
+    """Submit the execution of one notebook as a job. Raises InputError before: a bad value, or `out` exists."""
     if out.exists():
         raise InputError(f"{out} exists; choose another name for the executed notebook.")
-    submit(run := _notebook(notebook, [values], cluster, out.absolute()))
+    run = _notebook_sweep(notebook, [values], cluster, out.absolute())
+    submit(run)
     return run
 
 
-def rerun(run: Run) -> list[int]:
-    """Submit the tasks that did not end well, and only these; a run goes on from its newest checkpoint.
-
-    Raises InputError while the sweep has not ended.
-    """
-    reach(run.cluster)
-    if again := [task.number for task in tasks(run) if task.state != "COMPLETED"]:
-        _submit(run, again, int(run.info["array"].partition("%")[2] or 0))
-    return again
+def notebook_state(metadata: Mapping[str, Any]) -> str:
+    """The state of an executed notebook, in Slurm's words, from its metadata."""
+    exception = metadata["papermill"]["exception"]
+    if exception is None:
+        return "RUNNING"
+    return "FAILED" if exception else "COMPLETED"
 
 
-def _submit(run: Run, numbers: Sequence[int], limit: int) -> None:
-    run.note(array=",".join(map(str, numbers)) + (f"%{limit}" if limit else ""))
-    submit(run)
-    if str(run.job_id).isdigit():
-        for task in [_plan(run)[number] for number in numbers]:
-            _enter(run, task, str(run.job_id))
+def read_plan(run: Run) -> list[Task]:
+    """The tasks of a sweep, without their states. Raises InputError for a run that is not a sweep."""
+    path = run.path / "sweep.json"
+    if not path.exists():
+        raise InputError(f"{run.path.name} is a run, but not a sweep: it has no sweep.json.")
+    tasks: list[Task] = []
+    for number, entry in enumerate(files.read_json(path)):
+        out = run.path / entry["out"]
+        kind = NotebookTask if out.suffix == ".ipynb" else RunTask
+        tasks.append(kind(number, entry["values"], out))
+    return tasks
 
 
-def tasks(run: Run) -> list[Task]:
-    """Every task. What it left says whether it ended well, else Slurm how it is. Raises InputError for no sweep."""
-    plan, said = _plan(run), run.task_states()
-    return [replace(task, state=_state(task, said)) for task in plan]
+def _task_state(task: Task, slurm_states: Mapping[int | None, RunState]) -> str:
+    """What the task itself left says that it completed; otherwise Slurm knows more than the task."""
+    own = task.own_state()
+    if own != "COMPLETED" and task.number in slurm_states:
+        return str(slurm_states[task.number].state)
+    sweep = slurm_states.get(None)  # the tasks run here, one after another
+    if sweep and sweep.ended and own in (NOT_STARTED, "RUNNING"):
+        return str(sweep.state) if own else NOT_RUN
+    return own or "PENDING"
 
 
-def _plan(run: Run) -> list[Task]:
-    if not (path := run.path / "sweep.json").exists():
-        raise InputError(f"{run.path.name} is a run, but no sweep: it has no sweep.json.")
-    return [Task(n, one["values"], run.path / one["out"]) for n, one in enumerate(files.read_json(path))]
-
-
-def _state(task: Task, said: Mapping[int | None, RunState]) -> str:
-    told, whole = _told(task.out), said.get(None)
-    if told != "COMPLETED" and task.number in said:
-        return said[task.number].state
-    if whole and whole.ended and told in ("", "RUNNING"):  # they ran here, one after another
-        return whole.state if told else "NOT RUN"
-    return told or "PENDING"
-
-
-def _told(out: Path) -> str:
-    """How a task is by its own run or notebook; empty before it started."""
-    if out.suffix != ".ipynb":
-        return run.state.state if (run := Run(out)).job_id else ""
-    meta = read_notebook(out).metadata.papermill if out.exists() else {}
-    return {None: "RUNNING", True: "FAILED", False: "COMPLETED"}[meta["exception"]] if meta else ""
-
-
-def _checked(points: Sequence[Settings], check: Callable[[Settings], T], key: Callable[[T], str]) -> list[T]:
-    """The settings as `check` reads them. Raises InputError for the first bad one, and for two that are the same."""
-    seen: dict[str, int] = {}
-    out = []
-    for number, point in enumerate(points):
+def _check_settings(settings: Sequence[Setting], check: Callable[[Setting], T], key: Callable[[T], str]) -> list[T]:
+    """What `check` makes of the settings. Raises InputError for the first bad one, and for two that are the same."""
+    checked: list[T] = []
+    first_with: dict[str, int] = {}
+    for number, setting in enumerate(settings):
         try:
-            out.append(check(point))
+            checked.append(check(setting))
         except InputError as error:
-            raise InputError(f"Setting {number} ({label(point)}): {error}") from None
-        if (before := seen.setdefault(key(out[-1]), number)) != number:
-            raise InputError(f"Settings {before} and {number} are the same ({label(point)}); leave one of them out.")
-    return out
+            raise InputError(f"Setting {number} ({label(setting)}): {error}") from None
+        before = first_with.setdefault(key(checked[-1]), number)
+        if before != number:
+            raise InputError(f"Settings {before} and {number} are the same ({label(setting)}); leave one of them out.")
+    return checked
 
 
-def _notebook(notebook: Path, points: Sequence[Settings], cluster: Cluster, out: Path | None = None) -> Run:
+def _notebook_sweep(notebook: Path, settings: Sequence[Setting], cluster: Cluster, out: Path | None = None) -> Run:
+    """The folder of a sweep over a notebook; `out` is where the only task's notebook goes, if not into the folder."""
     known = read_parameters(read_notebook(notebook))
     defaults = {name: parameter.default for name, parameter in known.items()}
-    checked = _checked(points, lambda p: check(known, p), lambda values: repr(sorted((defaults | values).items())))
+    checked = _check_settings(
+        settings, lambda setting: check(known, setting), lambda values: repr(sorted((defaults | values).items()))
+    )
     reach(cluster)
     name = re.sub(r"[^\w.-]", "-", notebook.stem)
     run = Run.create_for_script("", cluster, name)
     shutil.copyfile(notebook, run.path / notebook.name)
     run.note(notebook=notebook.name)
-    asks = jobscript.options(cluster, job_name=name, nodes=1, ntasks=1, cpus_per_task=1)
-    _write(run, checked, [str(out or f"notebooks/{n:04}.ipynb") for n in range(len(points))], asks, "trap : TERM\n")
+    outs = [str(out or f"notebooks/{number:04}.ipynb") for number in range(len(settings))]
+    options = jobscript.options(cluster, job_name=name, nodes=1, ntasks=1, cpus_per_task=1)
+    _write(run, checked, outs, options, WAIT_FOR_NOTEBOOK)
     return run
 
 
-def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> Run:
-    from kit.data.dataset import prepare
-    from kit.slurm import script as job_script
-
+def _recipe_sweep(name: str | Path, settings: Sequence[Setting], cluster: Cluster) -> Run:
+    """The folder of a sweep over a recipe, with a run folder for each setting."""
     base = Recipe.load(name)
-    recipes = _checked(points, lambda point: base.override(**point), Recipe.digest)
+    recipes = _check_settings(settings, lambda setting: base.override(**setting), Recipe.digest)
     if len({(recipe.parallel.nodes, recipe.parallel.gpus_per_node) for recipe in recipes}) > 1:
         raise InputError("The tasks of an array ask for the same nodes and GPUs; sweep each of these sizes by itself.")
     for recipe in recipes:
@@ -160,60 +279,46 @@ def _recipe(name: str | Path, points: Sequence[Settings], cluster: Cluster) -> R
         slurm.freeze(recipe, inside, data, job_script.forecast(recipe, inside, data.manifest))
         for recipe, data in zip(recipes, datasets, strict=True)
     ]
+    # The tasks' options differ in the time of the warning before the time limit only; the earliest does for all.
     earliest = max((job_script.Job.of_run(run) for run in runs), key=lambda job: job.warning_s)
-    options = job_script.options(earliest)  # the tasks differ in nothing else, and the earliest warning does for all
-    _write(sweep, points, [f"runs/{run.path.name}" for run in runs], options, "exec")
+    outs = [f"runs/{run.path.name}" for run in runs]
+    _write(sweep, settings, outs, job_script.options(earliest), REPLACED_BY_RUN)
     return sweep
 
 
-def _write(run: Run, points: Sequence[Settings], outs: Sequence[str], asks: Sequence[str], how: str) -> None:
-    tasks = [{"values": values, "out": out} for values, out in zip(points, outs, strict=True)]
+def _write(run: Run, settings: Sequence[Setting], outs: Sequence[str], options: Sequence[str], how: str) -> None:
+    tasks = [{"values": values, "out": out} for values, out in zip(settings, outs, strict=True)]
     files.write_json(run.path / "sweep.json", tasks)
     body = BODY.format(how=how, python=jobscript.python(run.cluster), run=shlex.quote(str(run.path)))
-    files.write(run.path / "job.sbatch", jobscript.render(run.cluster, asks, body))
+    files.write(run.path / "job.sbatch", jobscript.render(run.cluster, options, body))
 
 
 def main(run: Run, number: int | None) -> int:
-    """Inside the job: this task, or every one that is not done, one after another. The worst exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that goes on here is then cancelled
-    worst = 0
-    for task in _plan(run) if number is None else [_plan(run)[number]]:
-        if number is not None or _told(task.out) != "COMPLETED":
-            worst = max(worst, code := _execute(run, task))
-            if code in STOPPED:
-                break
-    return worst
+    """Inside the job: this task, or every task that has not completed, one after another. The highest exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run which goes on here is cancelled
+    plan = read_plan(run)
+    if number is not None:
+        return _execute(run, plan[number])
+    highest = 0
+    for task in plan:
+        if task.own_state() == "COMPLETED":
+            continue
+        code = _execute(run, task)
+        highest = max(highest, code)
+        if code in STOPPED:
+            break
+    return highest
 
 
 def _execute(run: Run, task: Task) -> int:
     print(f"task {task.number}: {label(task.values)}", flush=True)
     try:
-        if task.out.suffix == ".ipynb":
-            from kit.notebook.execute import execute
-
-            execute(run.path / run.info["notebook"], task.out, task.values, overwrite=True, say=print)
-            return 0
-        if job := os.environ.get("SLURM_ARRAY_JOB_ID"):
-            os.environ["KIT_JOB_ID"] = _enter(run, task, job)
-            os.execvp("bash", ["bash", str(task.out / "job.sbatch")])
-        submit(one := Run(task.out))
-        return one.wait().exit_code or 0
+        return task.execute(run)
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 143
-
-
-def _enter(sweep: Run, task: Task, job: str) -> str:
-    """Where a task is a run, make the task of the array its job; what an earlier job left goes into its ledger."""
-    job = f"{job}_{task.number}"
-    if task.out.suffix != ".ipynb" and (run := Run(task.out)).job_id != job:
-        ledger.archive(run)
-        log, script = sweep.path / "logs" / f"slurm-{job}.out", sweep.path / "job.sbatch"
-        run.note(job_id=job, submitted=sweep.info["submitted"], script=str(script), log=str(log))
-        ledger.append(run, SubmitRecord(time=time.time(), job_id=job))
-    return job
+        return 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

@@ -34,9 +34,13 @@ def read_records(run: RunFolder) -> list[Record]:
     info = run.info
     submitted = info.get("submitted")
     since = (submitted if isinstance(submitted, int | float) else 0) - CLOCK_SKEW
+    return [record for record in read_all_records(run) if record.job_id == info["job_id"] and record.time >= since]
+
+
+def read_all_records(run: RunFolder) -> list[Record]:
+    """The records about every job of the run, oldest first."""
     found = [*(record for _, record in _script_records(run)), *_ledger_records(run), *_heartbeats(run)]
-    present = [record for record in found if record.job_id == info["job_id"] and record.time >= since]
-    return sorted(present, key=lambda record: record.time)
+    return sorted(found, key=lambda record: record.time)
 
 
 def by_task(records: Iterable[Record], tasks: Iterable[int | None]) -> dict[int | None, list[Record]]:

@@ -17,7 +17,7 @@ from kit.data.dataset import find_prepared
 from kit.errors import InputError
 from kit.forecast.timing import Prediction, predict
 from kit.lint.lint import Finding, lint, slurm_version
-from kit.lint.report import beside
+from kit.lint.report import Report
 from kit.show import Part, Result, Table
 from kit.slurm import script as job_script
 from kit.slurm.client import available, command
@@ -55,8 +55,7 @@ class Plan(Result):
     def parts(self) -> Iterable[Part]:
         """The facts, and the findings with their lines."""
         yield self._table()
-        if self.findings:
-            yield self._report()["text/plain"].rstrip("\n")
+        yield from Report(self.script, self.findings).parts()
 
     def _table(self) -> Table:
         rows = []
@@ -65,14 +64,11 @@ class Plan(Result):
             rows += [(name, first), *(("", line) for line in more)]
         return Table(("", "plan"), rows)
 
-    def _report(self) -> dict[str, str]:
-        return beside(self.script, list(self.findings))
-
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """As every result, with the job script to unfold."""
         script = f"<details><summary>the job script</summary><pre>{html.escape(self.script)}</pre></details>"
-        page = [self._table().html(), self._report()["text/html"] if self.findings else "", script]
-        return {"text/html": "\n".join(page), "text/plain": str(self)}
+        bundle = super()._repr_mimebundle_()
+        return bundle | {"text/html": f"{bundle['text/html']}\n{script}"}
 
 
 @dataclass(frozen=True)

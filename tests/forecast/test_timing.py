@@ -10,13 +10,11 @@ import pytest
 from kit.check import probe
 from kit.config.cluster import Cluster, Link, Links, Nodes, Paths, Storage
 from kit.config.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
-from kit.errors import InputError, KitError
+from kit.errors import InputError
 from kit.files import REPOSITORY
 from kit.forecast.shape import load_shape
 from kit.forecast.timing import disk_rate, predict
 from kit.forecast.work import micro_batch
-from kit.notebook.calibrate import calibrate, calibrate_run
-from kit.slurm.run import Run
 from tests.conftest import SHARED
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -319,56 +317,6 @@ def test_published_throughput_of_other_stacks_is_forecast_within_fifteen_percent
         errors.append(abs(time.tokens_per_s_per_gpu / float(x["tok_s_gpu"]) - 1))
     assert len(errors) > 170
     assert statistics.median(errors) <= 0.15
-
-
-# What a finished run says
-
-
-def test_a_run_that_waits_for_its_link_tells_the_links_rate() -> None:
-    """A step as it would be at an efficiency of 0.40, put to a profile that says 0.47."""
-    slower = Cluster("slower", PCIE.nodes, Links(PCIE.links.intra, Link("100GbE", 12.5, 0.40)), storage=PCIE.storage)
-    step = predict(REFERENCE, slower).time.step_s
-    assert step
-    found = calibrate(REFERENCE, PCIE, {"step_s": step, "peak_gib": 80.0})
-    assert found.change == {"links.inter.efficiency": pytest.approx(0.40, abs=0.002)}
-    assert re.search(r"links.inter.efficiency = 0.4 \(0.39\d to 0.4\d+\) instead of 0.47 would explain it", found.says)
-    assert found.rows["step_s"] == (pytest.approx(520, abs=5), step)
-    assert found.rows["peak_gib"][1] == 80.0
-
-
-def test_a_step_that_its_line_could_not_carry_is_called_impossible() -> None:
-    found = calibrate(REFERENCE, PCIE, {"step_s": 200.0})
-    assert found.change == {} and "is impossible" in found.says
-
-
-def test_a_run_bound_by_its_gpus_tells_their_rate_and_nothing_of_the_link() -> None:
-    job = recipe(schedule__micro_batch=4)
-    step = predict(job, H100).time.step_s
-    assert step
-    assert set(calibrate(job, H100, {"step_s": 1.3 * step}).change) == {"nodes.gpu_efficiency", "nodes.gpu_memory_gb_s"}
-
-
-def test_a_run_bound_by_nothing_in_particular_tells_no_rate() -> None:
-    job = recipe(tuning__method="lora")  # GPU and host take about as long
-    step = predict(job, H100).time.step_s
-    assert step
-    found = calibrate(job, H100, {"step_s": step})
-    assert found.change == {} and "nothing stands out" in found.says
-
-
-def test_a_run_without_a_timed_step_is_refused(recipe: Recipe, local: Cluster, tmp_path: Any) -> None:
-    with pytest.raises(KitError, match=r"left no time of a step in .*result.json"):
-        calibrate_run(Run.create(recipe, local, tmp_path, "d"))
-
-
-def test_a_finished_run_s_forecast_stands_beside_what_it_left(recipe: Recipe, local: Cluster, tmp_path: Any) -> None:
-    splits = {"train": {"rows": 64, "tokens": 64 * 128}, "eval": {"rows": 8, "tokens": 8 * 128}}
-    (tmp_path / "manifest.json").write_text(json.dumps({"splits": splits}))
-    run = Run.create(recipe, local, tmp_path, "d")
-    (run.path / "state" / "result.json").write_text(json.dumps({"step_s": 2.5, "peak_gib": None}))
-    found = calibrate_run(run)
-    assert found.rows["step_s"] == (predict(recipe, local, {"splits": splits}).time.step_s, 2.5)
-    assert set(found.rows) == {"step_s"}
 
 
 def test_a_mount_is_matched_by_path_components_and_the_deepest_wins(tmp_path, monkeypatch):

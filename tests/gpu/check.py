@@ -19,7 +19,7 @@ from kit.config.recipe import Recipe
 from kit.deploy.adapter import export
 from kit.files import REPOSITORY, write_json
 from kit.forecast.timing import predict
-from kit.notebook.compare import result
+from kit.notebook.compare import training_result
 from kit.slurm import launch as slurm
 from kit.watch.metrics import Metrics
 
@@ -91,7 +91,7 @@ def check(name: str, changes: dict[str, object], tokenizer: Path, out: Path) -> 
     losses = list(metrics.series["train/loss"].values)
     found = inspect(run.checkpoints()[-1])
     foreseen = predict(recipe, cluster)
-    seen |= result(run) | {
+    seen |= training_result(run) | {
         "losses": losses,
         "step_seconds": [round(v, 4) for v in metrics.series["train/step_s"].values],
         "losses_finer_than_bf16": any(torch.tensor(v).bfloat16().float().item() != v for v in losses),

@@ -1,22 +1,28 @@
 """Everything in a folder in one table: runs, scripts, sweeps and notebooks; the best, and what it cost."""
 
 import time
+from dataclasses import replace
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from kit import files
-from kit.chart import COLOURS
-from kit.notebook.compare import Entry, differing, forecasts, gather, losses, ranked, summary, table
+from kit.errors import InputError
+from kit.figures.base import COLOURS
+from kit.notebook.compare import Comparison, Entry, compare, ranked
 from kit.slurm.run import Run
 from kit.slurm.states import JobState, SlurmRecord
 from tests.conftest import add_record
 
 
 def entry(name, loss=None, group="g", state="COMPLETED", hours=2.0, gpus=8, **settings):
-    left = {} if loss is None else {"loss": loss}
-    return Entry(name, group, state, settings, left, hours, gpus)
+    result = {} if loss is None else {"loss": loss}
+    return Entry(name, group, state, settings, result, hours, gpus)
+
+
+def column(table, name):
+    return [row[table.columns.index(name)] for row in table.rows]
 
 
 @pytest.fixture
@@ -42,46 +48,67 @@ def ended(recipe, local, tmp_path):
     return make
 
 
-def test_the_best_is_the_lowest_loss_that_ended_well_by_eval_where_there_is_any():
-    found = [
-        entry("nan", float("nan")), entry("killed", 0.1, state="FAILED"), entry("second", [3.0, 0.6]), entry("none"),
-        Entry("eval", "g", "COMPLETED", {}, {"loss": 0.2, "eval_loss_after": 0.5}, 1.0, 0), entry("text", "NaN"),
-    ]  # fmt: skip
-    assert [e.name for e in ranked(found)][:3] == ["eval", "second", "killed"]
-    assert [e.loss for e in ranked(found)] == [0.5, 0.6, 0.1, None, None, None]
+def test_the_best_is_the_lowest_loss_that_completed_by_eval_where_there_is_any():
+    found = ranked(
+        [
+            entry("nan", float("nan")),
+            entry("killed", 0.1, state="FAILED"),
+            entry("second", [3.0, 0.6]),
+            entry("none"),
+            Entry("eval", "g", "COMPLETED", {}, {"loss": 0.2, "eval_loss_after": 0.5}, 1.0, 0),
+            entry("text", "NaN"),
+        ]
+    )
+    assert [one.name for one in found][:3] == ["eval", "second", "killed"]
+    assert [one.loss for one in found] == [0.5, 0.6, 0.1, None, None, None]
 
 
 def test_settings_are_those_that_differ_within_the_group():
-    found = [entry("a", lr=1, seed=1, x=5), entry("b", lr=2, seed=1, x=5), entry("c", group="h", lr=9, y=1)]
-    assert [differing(e, found) for e in found] == ["lr=1", "lr=2", ""]
+    entries = [entry("a", lr=1, seed=1, x=5), entry("b", lr=2, seed=1, x=5), entry("c", group="h", lr=9, y=1)]
+    assert [Comparison(entries).setting(one) for one in entries] == ["lr=1", "lr=2", ""]
 
 
 def test_cost_is_gpus_times_hours_and_each_group_has_its_best():
-    found = [
+    entries = [
         entry("a", 2.0, lr=1),
         entry("b", 1.0, lr=2, hours=0.5),
         entry("c", group="h", state="RUNNING", hours=None),
     ]
-    assert summary(found).split("\n") == [
-        "g: 2 COMPLETED; lowest loss 1.0000: lr=2; 2.50 hours, 20.00 GPU hours",
-        "h: 1 RUNNING; 0.00 hours, 0.00 GPU hours",
-    ]
-    assert list(table(found)["GPU hours"]) == [4.0, 16.0, ""]
-    assert summary([]) == "" and len(table([])) == 0
+    found = Comparison(ranked(entries))
+    assert found.groups().rows == [["g", "2 COMPLETED", 1.0, "lr=2", 2.5, 20.0], ["h", "1 RUNNING", None, "", 0.0, 0.0]]
+    assert column(found.table(), "GPU hours") == [4.0, 16.0, None]
 
 
-def test_the_best_keep_their_colours_in_both_pictures_and_the_rest_share_one():
-    found = [
+def test_entries_that_failed_are_marked():
+    found = Comparison(ranked([entry("a", 1.0), entry("b", state="RUNNING"), entry("c", state="OUT_OF_MEMORY")]))
+    marked = [column(found.table(), "state")[row] for row in found.table().marks]
+    assert marked == ["OUT_OF_MEMORY"]
+
+
+def test_nothing_to_compare_is_said():
+    assert str(Comparison([])) == "No runs and no executed notebooks were found."
+    assert Comparison([]).as_dict() == {"groups": [], "runs": [], "forecasts": [], "corrections": {}}
+
+
+def test_the_best_keep_their_colours_in_both_figures_and_the_rest_share_one():
+    entries = [
         Entry(f"n{n}", "notebook", "COMPLETED", {}, {"loss": [9.0, float(n)], "eval_loss": [8.0, float(n)]}, 1.0, 0)
         for n in range(9)
     ]
-    pictures = [losses(found, split) for split in ("train", "eval")]
-    names = [[line.name for line in picture.lines] for picture in pictures]
-    assert names[0] == names[1] == [*(f"n{n}" for n in range(5)), *["the others"] * 4]
-    assert [drawn.colour for drawn in pictures[0].drawn()] == [*COLOURS[:5], *[COLOURS[5]] * 4]
+    drawn = [Comparison(entries).losses(split).plotly_dict()["data"] for split in ("train", "eval")]
+    colours = [{line["name"]: line["line"]["color"] for line in lines} for lines in drawn]
+    expected = [*COLOURS[:5], *[COLOURS[5]] * 4]
+    assert colours[0] == colours[1] == dict(zip([f"n{n}" for n in range(9)], expected, strict=True))
+    assert drawn[1][3]["y"] == [8.0, 3.0]
 
 
-def test_a_run_of_a_recipe_and_one_of_a_script_and_a_notebook_stand_in_one_table(ended, local, tmp_path):
+def test_two_entries_with_the_same_setting_are_two_lines():
+    lists = {"loss": [2.0, 1.0]}
+    entries = [Entry(name, "g", "COMPLETED", {"lr": lr}, lists, 1.0, 0) for name, lr in (("a", 1), ("b", 1), ("c", 2))]
+    assert list(Comparison(entries).curves("train")) == ["a", "b", "c"]
+
+
+def test_a_run_of_a_recipe_and_one_of_a_script_and_a_notebook_are_in_one_table(ended, local, tmp_path):
     run = ended()
     own = Run.create_for_script("#!/bin/sh\n", local, "own")
     notebook = new_notebook(cells=[new_code_cell("1")])
@@ -93,26 +120,48 @@ def test_a_run_of_a_recipe_and_one_of_a_script_and_a_notebook_stand_in_one_table
     (tmp_path / "other.ipynb").write_text("no notebook")
     damaged = Run.create_for_script("#!/bin/sh\n", local, "damaged")
     (damaged.path / "run.json").write_text("{")
-    found = gather("runs", ".")
-    assert {e.name: (e.group, e.state, e.loss, e.gpus) for e in found} == {
+    found = compare("runs", ".")
+    assert {e.name: (e.group, e.state, e.loss, e.gpus) for e in found.entries} == {
         run.path.name: ("run", "COMPLETED", 1.5, 0), own.path.name: ("script", "NOT SUBMITTED", None, 0),
         "done": ("notebook", "COMPLETED", 1.25, 2),
     }  # fmt: skip
-    assert {e.name: e.hours for e in found}[run.path.name] == pytest.approx(1.0)
-    assert list(table(found)["name"]) == ["done", run.path.name, own.path.name]
-    assert [e.name for e in gather("runs", ".", only="own")] == [own.path.name]
-    assert gather("nowhere") == []
-    assert [line.name for line in losses(found).lines] == ["done"]
+    assert {e.name: e.hours for e in found.entries}[run.path.name] == pytest.approx(1.0)
+    assert column(found.table(), "name") == ["done", run.path.name, own.path.name]
+    assert [e.name for e in compare("runs", ".", only="own").entries] == [own.path.name]
+    assert list(found.curves("train")) == ["done"] and run.path.name in str(found)
+    with pytest.raises(InputError, match="nowhere is not a folder"):
+        compare("nowhere")
 
 
-def test_the_forecast_stands_beside_what_happened(ended):
+def test_without_a_folder_every_known_runs_folder_is_compared(ended, local, tmp_path):
+    """The runs folder of a cluster profile is known once a run was created there."""
+    here = ended()
+    pool = replace(local, paths=replace(local.paths, runs=str(tmp_path / "pool" / "checkpoints")))
+    there = ended(pool)
+    assert {e.name for e in compare().entries} == {here.path.name, there.path.name}
+    assert [e.name for e in compare(tmp_path / "pool" / "checkpoints").entries] == [there.path.name]
+
+
+def test_a_run_of_a_sweep_is_compared_once(ended, local, recipe):
+    """The inner runs folder of a sweep is one of the folders in which this user launched a run."""
+    sweep = Run.create_for_script("", local, "lr-sweep")
+    inside = replace(local, paths=replace(local.paths, runs=str(sweep.path / "runs")))
+    run = ended(inside)
+    files.write_json(sweep.path / "sweep.json", [{"values": {"schedule.lr": 1e-3}, "out": f"runs/{run.path.name}"}])
+    assert [(e.name, e.group) for e in compare().entries] == [(f"{sweep.path.name} 0", sweep.path.name)]
+
+
+def test_the_forecast_is_next_to_what_happened(ended):
     run = ended()
-    (row,) = forecasts(gather("runs")).to_dict("records")
+    found = compare("runs")
+    (row,) = found.as_dict()["forecasts"]
     assert row["run"] == run.path.name
-    assert (row["s a step, actual"], row["hours, actual"]) == (3, 1.0)
+    assert (row["s a step, actual"], row["hours, actual"]) == (3, pytest.approx(1.0))
     assert row["s a step, forecast"] > 0 and row["hours, forecast"] > 0 and row["peak GiB, forecast"] > 0
+    assert row["peak GiB, actual"] is None
+    assert found.corrections()[run.path.name].startswith("The step took 3 s; the forecast is ")
 
 
 def test_two_runs_of_a_recipe_are_told_apart_by_what_was_changed(ended):
     ended(**{"schedule.lr": 1e-3}), ended(**{"schedule.lr": 1e-4})
-    assert sorted(table(gather("runs"))["setting"]) == ["lr=0.0001", "lr=0.001"]
+    assert sorted(column(compare("runs").table(), "setting")) == ["lr=0.0001", "lr=0.001"]

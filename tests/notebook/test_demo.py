@@ -1,7 +1,7 @@
 import nbformat
 import pytest
 
-from kit.notebook.demo import NOTEBOOKS, _failed
+from kit.notebook.demo import NOTEBOOKS, _newest_run_failed
 from kit.notebook.execute import execute
 from kit.slurm.run import Run
 from kit.slurm.states import JobState, SlurmRecord
@@ -27,12 +27,12 @@ def test_where_no_slurm_answers_the_same_notebooks_run_the_same_script_here(reci
 
 
 def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
-    assert not _failed(tmp_path)
+    assert not _newest_run_failed(tmp_path)
     run = Run.create(recipe, local, tmp_path, "digest")
     run.note(job_id="7")
     for state, failed in (("FAILED", True), ("CANCELLED", True), ("COMPLETED", False)):
         add_record(run, SlurmRecord, state=JobState(state))
-        assert _failed(tmp_path) is failed
+        assert _newest_run_failed(tmp_path) is failed
 
 
 def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):

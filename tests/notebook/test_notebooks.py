@@ -30,7 +30,7 @@ DEMO = """
 import sys
 from pathlib import Path
 from kit.notebook.demo import demo
-sys.exit(demo(Path('demo'), sys.argv[1]))
+print(demo(Path('demo'), sys.argv[1]))
 """
 SECRETS = {name: f"{name.lower()}-{secrets.token_hex(12)}" for name in ("WANDB_API_KEY", "HF_TOKEN", "SITE_PASSWORD")}
 

@@ -35,7 +35,7 @@ NUMBERS = (
 
 def test_the_same_numbers_come_of_the_same_parameters(made, tmp_path):
     found = replay(made(NUMBERS, "import time\nprint(time.time())", seed=3), tmp_path / "again.ipynb")
-    assert (found["same"], found["results"], found["reasons"]) == (True, [], {})
+    assert (found.same, found.differences, found.reasons) == (True, [], {})
     losses = [nbformat.read(tmp_path / f"{n}.ipynb", 4).metadata.kit.result["loss"] for n in ("out", "again")]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
@@ -51,13 +51,13 @@ def test_numbers_that_differ_are_named_and_the_exit_code_is_1(made, tmp_path, ca
 def test_without_numbers_what_the_cells_show_is_compared_but_for_those_tagged(made, tmp_path):
     out = made("print(seed)", "import os\nprint(os.getpid())", "os.getpid()")
     found = replay(out, tmp_path / "1.ipynb")
-    assert [text.split(" was ")[0] for text in found["results"]] == ["cell 3", "cell 4"]
+    assert [text.split(" was ")[0] for text in found.differences] == ["cell 3", "cell 4"]
     source = nbformat.read(tmp_path / "in.ipynb", 4)
     for cell in source.cells[2:]:
         cell.metadata["tags"] = ["nbval-ignore-output"]
     nbformat.write(source, str(tmp_path / "in.ipynb"))
     out = execute(tmp_path / "in.ipynb", tmp_path / "2.ipynb", stream=io.StringIO())
-    assert replay(out, tmp_path / "3.ipynb")["same"]
+    assert replay(out, tmp_path / "3.ipynb").same
 
 
 def test_a_notebook_that_failed_is_compared_by_how_it_failed(made, tmp_path):
@@ -65,10 +65,10 @@ def test_a_notebook_that_failed_is_compared_by_how_it_failed(made, tmp_path):
 
     with pytest.raises(NotebookFailed):
         made("import pathlib\nassert pathlib.Path('mended').exists(), 'no data'")
-    assert replay(tmp_path / "out.ipynb", tmp_path / "1.ipynb")["same"]
+    assert replay(tmp_path / "out.ipynb", tmp_path / "1.ipynb").same
     (tmp_path / "mended").touch()
-    (difference,) = replay(tmp_path / "out.ipynb", tmp_path / "2.ipynb")["results"]
-    assert difference == "end was The cell raised AssertionError(no data)., is well"
+    (difference,) = replay(tmp_path / "out.ipynb", tmp_path / "2.ipynb").differences
+    assert difference == "end was The cell raised AssertionError(no data)., is completed"
 
 
 def test_what_could_explain_a_difference_is_told_by_reason(made, tmp_path):
@@ -78,9 +78,9 @@ def test_what_could_explain_a_difference_is_told_by_reason(made, tmp_path):
     noted.metadata.kit.git = {"commit": "f" * 40, "dirty": False, "diff_sha256": "", "diff": ""}
     nbformat.write(noted, str(out))
     found = replay(out, tmp_path / "again.ipynb")
-    assert found["same"] and set(found["reasons"]) == {"code", "environment", "data", "host"}
-    assert found["reasons"]["environment"][0].startswith("python was 3.9.1, is 3.")
-    assert found["reasons"]["code"][0].startswith(f"git was {'f' * 12}, is ")
+    assert found.same and set(found.reasons) == {"code", "environment", "data", "host"}
+    assert found.reasons["environment"][0].startswith("python was 3.9.1, is 3.")
+    assert found.reasons["code"][0].startswith(f"git was {'f' * 12}, is ")
 
 
 def test_a_notebook_that_has_changed_is_replayed_only_anyway(made, tmp_path):
@@ -88,19 +88,19 @@ def test_a_notebook_that_has_changed_is_replayed_only_anyway(made, tmp_path):
     notebook = nbformat.read(source, 4)
     notebook.cells.append(new_code_cell("result['loss'][1] = 7.0"))
     nbformat.write(notebook, str(source))
-    with pytest.raises(InputError, match=r"in.ipynb has changed since; .*--anyway"):
+    with pytest.raises(InputError, match=r"in.ipynb has changed since .*--anyway"):
         replay(out, tmp_path / "again.ipynb")
     assert not (tmp_path / "again.ipynb").exists()
     found = replay(out, tmp_path / "again.ipynb", anyway=True)
-    assert found["results"][0].endswith("is 7.0") and "notebook_sha256 was" in found["reasons"]["code"][0]
+    assert found.differences[0].endswith("is 7.0") and "notebook_sha256 was" in found.reasons["code"][0]
     source.unlink()
-    with pytest.raises(InputError, match=r"came of .*in.ipynb, which is not there"):
+    with pytest.raises(InputError, match=r"was made from .*in.ipynb, which no longer exists"):
         replay(out, tmp_path / "more.ipynb")
 
 
 def test_what_kit_did_not_execute_cannot_be_replayed(made, tmp_path):
     made(NUMBERS)
-    with pytest.raises(InputError, match=r"in.ipynb does not say what it came of"):
+    with pytest.raises(InputError, match=r"in.ipynb does not name its source"):
         replay(tmp_path / "in.ipynb", tmp_path / "again.ipynb")
 
 
@@ -113,7 +113,7 @@ def test_paths_are_told_from_the_notebooks_folder_so_that_all_can_move(made, tmp
     for name in ("in.ipynb", "out.ipynb", "data"):
         (tmp_path / name).rename(moved / name)
     monkeypatch.chdir("/")
-    assert replay(moved / "out.ipynb", moved / "again.ipynb")["same"]
+    assert replay(moved / "out.ipynb", moved / "again.ipynb").same
 
 
 @pytest.mark.slow
@@ -123,10 +123,10 @@ def test_a_fine_tune_on_two_cpu_ranks_gives_the_same_losses_to_the_bit(recipe, t
         NOTEBOOKS / "03_launch_run.ipynb", tmp_path / "03.ipynb", {"recipe": "tiny.toml"}, stream=io.StringIO()
     )
     found = replay(out, tmp_path / "again.ipynb")
-    assert found["same"], found
+    assert found.same, found
     (old,), (new,) = (nbformat.read(path, 4).metadata.kit.runs for path in (out, tmp_path / "again.ipynb"))
     assert old != new and Run(tmp_path / new).state.state == "COMPLETED"
     assert (tmp_path / new / "state" / "result.json").exists()
     next((tmp_path / old / "wandb").rglob("*.wandb")).unlink()
-    lost = replay(out, tmp_path / "third.ipynb")["results"]
+    lost = replay(out, tmp_path / "third.ipynb").differences
     assert [text.split(" was ")[0] for text in lost] == ["run 0 train loss", "run 0 eval loss"]

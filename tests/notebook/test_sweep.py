@@ -16,9 +16,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from kit.cli import main
 from kit.config.cluster import Cluster
 from kit.errors import InputError
-from kit.notebook.compare import gather, summary, table
-from kit.notebook.parameters import read_grid
-from kit.notebook.sweep import job, rerun, sweep, tasks
+from kit.notebook.compare import compare
+from kit.notebook.grid import read_grid
+from kit.notebook.sweep import Sweep, submit_notebook, sweep
 from kit.slurm.run import Run
 
 GRID = "lr = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]\nseed = [0, 1]\n"
@@ -58,7 +58,7 @@ def grid(tmp_path):
 
 
 def states(run):
-    return [task.state for task in tasks(run)]
+    return [task.state for task in Sweep(run).tasks()]
 
 
 # Grids
@@ -140,9 +140,9 @@ def test_what_is_no_notebook_and_an_out_that_exists_are_refused(notebook, local,
     with pytest.raises(InputError, match="is not a notebook"):
         sweep(tmp_path / "words.ipynb", [{}], local)
     with pytest.raises(InputError, match=r"toy.ipynb exists"):
-        job(notebook, {}, notebook, local)
+        submit_notebook(notebook, {}, notebook, local)
     with pytest.raises(InputError, match="did you mean 'seed'"):
-        job(notebook, {"sed": "1"}, tmp_path / "out.ipynb", local)
+        submit_notebook(notebook, {"sed": "1"}, tmp_path / "out.ipynb", local)
     assert not (tmp_path / "runs").exists()
 
 
@@ -153,7 +153,7 @@ def test_a_notebook_as_a_job_reads_the_tokens_of_the_profile(local, tmp_path):
     (tmp_path / "tokens").write_text("SITE_TOKEN=" + "x" * 12)
     (tmp_path / "tokens").chmod(0o600)
     cluster = replace(local, slurm=replace(local.slurm, env_file=str(tmp_path / "tokens")))
-    assert job(tmp_path / "asks.ipynb", {}, tmp_path / "out.ipynb", cluster).wait(120).state == "COMPLETED"
+    assert submit_notebook(tmp_path / "asks.ipynb", {}, tmp_path / "out.ipynb", cluster).wait(120).state == "COMPLETED"
 
 
 def test_a_sweep_for_a_partition_never_runs_on_the_login_node_instead(notebook, two_nodes, tmp_path):
@@ -167,7 +167,7 @@ def test_a_wrong_call_says_what_is_missing(notebook, local, capsys):
     assert "takes a notebook or a recipe, and a grid" in capsys.readouterr().err
     plain = Run.create_for_script("#!/bin/sh\n", local, "own")
     assert main(["sweep", "--rerun", str(plain.path)]) == 2
-    assert "is a run, but no sweep" in capsys.readouterr().err
+    assert "is a run, but not a sweep" in capsys.readouterr().err
 
 
 # Without Slurm
@@ -185,9 +185,9 @@ def test_without_slurm_the_points_run_here_one_after_another_and_only_what_faile
     before = (run.path / "notebooks" / "0001.ipynb").stat().st_mtime_ns
     (tmp_path / "mended").touch()
     notebook.write_text("changed meanwhile, which is nothing to a sweep")
-    assert rerun(run) == [0]
+    assert Sweep(run).rerun() == [0]
     assert run.wait(timeout=60).state == "COMPLETED"
-    assert states(run) == ["COMPLETED"] * 2 and rerun(run) == []
+    assert states(run) == ["COMPLETED"] * 2 and Sweep(run).rerun() == []
     assert (run.path / "notebooks" / "0001.ipynb").stat().st_mtime_ns == before
 
 
@@ -197,19 +197,19 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_p
         new_code_cell("import time\nwhile seed == 1 and not pathlib.Path('mended').exists(): time.sleep(0.1)")
     )
     nbformat.write(slow, str(notebook))
-    run = sweep(notebook, [{"seed": n} for n in range(3)], local)
+    run = sweep(notebook, [{"seed": n} for n in range(3)], local).run
     until = time.monotonic() + 60
     while states(run) != ["COMPLETED", "RUNNING", "PENDING"]:
         assert time.monotonic() < until, states(run)
         time.sleep(0.2)
     with pytest.raises(InputError, match="cancel it, or wait for its end"):
-        rerun(run)
+        Sweep(run).rerun()
     run.cancel()
     assert states(run) == ["COMPLETED", "FAILED", "NOT RUN"]
     stopped = nbformat.read(run.path / "notebooks" / "0001.ipynb", 4)
     assert stopped.metadata.kit.reason == "SIGTERM stopped the notebook."
     (tmp_path / "mended").touch()
-    assert rerun(run) == [1, 2]
+    assert Sweep(run).rerun() == [1, 2]
     run.wait(timeout=60)
     assert states(run) == ["COMPLETED"] * 3
 
@@ -217,9 +217,9 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_p
 @pytest.mark.slow
 def test_a_recipe_is_swept_here_as_a_run_a_point(recipe, local, grid, tmp_path):
     (tmp_path / "tiny.toml").write_text(recipe.override(**{"schedule.max_steps": 2, "schedule.save_every": 0}).toml())
-    run = sweep(tmp_path / "tiny.toml", grid("[schedule]\nlr = [1e-3, 1e-2]"), local)
+    run = sweep(tmp_path / "tiny.toml", grid("[schedule]\nlr = [1e-3, 1e-2]"), local).run
     run.wait(timeout=200)
-    found = tasks(run)
+    found = Sweep(run).tasks()
     assert [task.state for task in found] == ["COMPLETED"] * 2
     assert [Run(task.out).recipe.schedule.lr for task in found] == [1e-3, 1e-2]
     assert all((task.out / "state" / "result.json").exists() for task in found)
@@ -241,18 +241,20 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
     assert run.state.tasks == {n: "FAILED" if n == 11 else "COMPLETED" for n in range(12)}
     assert "diverged" in (run.path / "logs" / f"slurm-{run.job_id}_11.out").read_text()
 
-    found = gather("runs")
-    rows = table(found)
-    assert rows["setting"].iloc[0] == "lr=0.03, seed=0"
-    assert rows["loss"].iloc[0] == pytest.approx(1 / (1 + 1000 * 0.03 * 4), abs=5e-5)
-    assert list(rows["state"]).count("COMPLETED") == 11 and rows["state"].iloc[-1] == "FAILED"
-    assert summary(found).startswith(f"{run.path.name}: 11 COMPLETED, 1 FAILED; lowest loss 0.0083: lr=0.03, seed=0;")
+    found = compare("runs").as_dict()
+    best, worst = found["runs"][0], found["runs"][-1]
+    assert best["setting"] == "lr=0.03, seed=0"
+    assert best["loss"] == pytest.approx(1 / (1 + 1000 * 0.03 * 4), abs=5e-5)
+    assert [row["state"] for row in found["runs"]].count("COMPLETED") == 11 and worst["state"] == "FAILED"
+    (group,) = found["groups"]
+    assert (group["group"], group["states"]) == (run.path.name, "11 COMPLETED, 1 FAILED")
+    assert (group["lowest loss"], group["of"]) == (best["loss"], "lr=0.03, seed=0")
 
-    first, written = run.job_id, {t.number: t.out.stat().st_mtime_ns for t in tasks(run)}
+    first, written = run.job_id, {t.number: t.out.stat().st_mtime_ns for t in Sweep(run).tasks()}
     (tmp_path / "mended").touch()
     assert main(["sweep", "--rerun", str(run.path), "--wait"]) == 0
     assert run.job_id != first and run.state.tasks == {11: "COMPLETED"}
-    assert [t.number for t in tasks(run) if t.out.stat().st_mtime_ns != written[t.number]] == [11]
+    assert [t.number for t in Sweep(run).tasks() if t.out.stat().st_mtime_ns != written[t.number]] == [11]
     assert states(run) == ["COMPLETED"] * 12
 
 
@@ -260,16 +262,16 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
 @pytest.mark.slurm
 def test_a_recipe_is_swept_as_one_array_of_runs_that_are_like_others(live_slurm, recipe, two_nodes, grid, tmp_path):
     (tmp_path / "tiny.toml").write_text(recipe.override(**{"schedule.max_steps": 2, "schedule.save_every": 0}).toml())
-    run = sweep(tmp_path / "tiny.toml", grid("[schedule]\nlr = [1e-3, 1e-2]"), Cluster.load(two_nodes), limit=1)
-    first, second = (Run(task.out) for task in tasks(run))
+    run = sweep(tmp_path / "tiny.toml", grid("[schedule]\nlr = [1e-3, 1e-2]"), Cluster.load(two_nodes), limit=1).run
+    first, second = (Run(task.out) for task in Sweep(run).tasks())
     assert (first.job_id, second.job_id) == (f"{run.job_id}_0", f"{run.job_id}_1")
     assert Run.attach(f"{run.job_id}_1") == second
     second.cancel()  # while it waits
     assert run.wait(timeout=200).state == "CANCELLED"
     assert states(run) == ["COMPLETED", "CANCELLED"]
     assert first.state.state == "COMPLETED" and second.state.state == "CANCELLED"
-    assert "loss" in first.log.read_text() or first.log.exists()
-    assert rerun(run) == [1]
+    assert "eval_loss" in first.log.read_text()
+    assert Sweep(run).rerun() == [1]
     run.wait(timeout=200)
     assert states(run) == ["COMPLETED"] * 2 and second.job_id == f"{run.job_id}_1" and first.job_id != second.job_id
 
@@ -299,7 +301,7 @@ def test_a_notebook_job_that_is_cancelled_saves_what_it_has(live_slurm, notebook
     ends = nbformat.read(notebook, 4)
     ends.cells.append(new_code_cell("import time\nprint('so far', flush=True)\ntime.sleep(100)"))
     nbformat.write(ends, str(notebook))
-    run = job(notebook, {}, tmp_path / "out.ipynb", Cluster.load(two_nodes))
+    run = submit_notebook(notebook, {}, tmp_path / "out.ipynb", Cluster.load(two_nodes))
     until = time.monotonic() + 60
     while "so far" not in str(run.tail()):
         assert time.monotonic() < until
