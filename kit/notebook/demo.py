@@ -110,5 +110,5 @@ def _report(run: Run, out: Path, seconds: float) -> DemoReport:
         raise KitError(f"The eval loss did not fall: {before} before, {after} after.")
     adapter = inspect(run.path / "adapter", values=True)
     if adapter.problems:
-        raise KitError(f"{run.path / 'adapter'}: {'; '.join(adapter.problems)}")
+        raise KitError(f"{run.path / 'adapter'}: {'; '.join(map(str, adapter.problems))}")
     return DemoReport(out, run.path, result["steps"], before, after, adapter.tensors, seconds)
