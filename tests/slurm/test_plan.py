@@ -60,7 +60,7 @@ def test_the_script_of_the_plan_is_the_one_that_is_launched_but_for_its_names(re
 def test_findings_are_shown_with_their_lines_as_text_and_in_the_notebook(recipe, local):
     shown = plan(recipe, local)
     assert [f.rule for f in shown.findings] == ["KS301"]  # the local profile sets no time limit
-    assert "1: #!/bin/bash" in str(shown) and "warning KS301" in str(shown)
+    assert re.search(r"^ *1  #!/bin/bash +warning KS301", str(shown), re.MULTILINE)
     page = shown._repr_mimebundle_()["text/html"]
     assert "KS301" in page and "<summary>the job script</summary>" in page and "#SBATCH --nodes=1" in page
 
