@@ -1,4 +1,4 @@
-"""Compare runs, tasks of sweeps and executed notebooks: state, settings, loss, cost, and forecast beside fact."""
+"""Compare runs, tasks of sweeps and executed notebooks: state, settings, loss, cost, forecast and fact."""
 
 import contextlib
 import math

@@ -64,7 +64,7 @@ class Task(ABC):
     def execute(self, sweep: Run) -> int:
         """Do the work of this task; the exit code."""
 
-    def enter(self, sweep: Run, array_job: str) -> None:  # noqa: B027  (a notebook has no job of its own)
+    def enter(self, sweep: Run, array_job: str) -> None:  # noqa: B027  (nothing to note in a notebook)
         """Note in the task's folder that it is a task of this array job."""
 
     @property

@@ -162,6 +162,6 @@ def test_the_forecast_is_next_to_what_happened(ended):
     assert found.corrections()[run.path.name].startswith("The step took 3 s; the forecast is ")
 
 
-def test_two_runs_of_a_recipe_are_told_apart_by_what_was_changed(ended):
+def test_two_runs_of_a_recipe_differ_by_what_was_changed(ended):
     ended(**{"schedule.lr": 1e-3}), ended(**{"schedule.lr": 1e-4})
     assert sorted(column(compare("runs").table(), "setting")) == ["lr=0.0001", "lr=0.001"]

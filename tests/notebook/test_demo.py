@@ -1,7 +1,9 @@
 import nbformat
 import pytest
 
-from kit.notebook.demo import NOTEBOOKS, _newest_run_failed
+from kit import files
+from kit.errors import KitError
+from kit.notebook.demo import NOTEBOOKS, _newest_run_failed, _report
 from kit.notebook.execute import execute
 from kit.slurm.run import Run
 from kit.slurm.states import JobState, SlurmRecord
@@ -33,6 +35,32 @@ def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
     for state, failed in (("FAILED", True), ("CANCELLED", True), ("COMPLETED", False)):
         add_record(run, SlurmRecord, state=JobState(state))
         assert _newest_run_failed(tmp_path) is failed
+
+
+@pytest.mark.parametrize(("value", "message"), [(float("nan"), "NaN or infinity"), (0.0, "untrained")])
+def test_an_adapter_with_bad_values_ends_the_demo_with_an_error(recipe, local, tmp_path, value, message):
+    import torch
+    from safetensors.torch import save_file
+
+    run = Run.create(recipe, local, tmp_path, "digest")
+    result = {"steps": 4, "eval_loss_before": 2.0, "eval_loss_after": 1.5}
+    files.write_json(run.path / "state" / "result.json", result)
+    (run.path / "adapter").mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(2, 4), name.format("B"): torch.full((4, 2), value)}
+    save_file(tensors, run.path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(KitError, match=message):
+        _report(run, tmp_path, 1.0)
+    save_file(tensors | {name.format("B"): torch.ones(4, 2)}, run.path / "adapter" / "adapter_model.safetensors")
+    assert "2 tensors, all values finite" in str(_report(run, tmp_path, 1.0))
+
+
+def test_an_eval_loss_that_did_not_fall_ends_the_demo_with_an_error(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "digest")
+    result = {"steps": 4, "eval_loss_before": 2.0, "eval_loss_after": 2.0}
+    files.write_json(run.path / "state" / "result.json", result)
+    with pytest.raises(KitError, match="did not fall"):
+        _report(run, tmp_path, 1.0)
 
 
 def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):

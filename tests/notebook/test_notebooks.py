@@ -1,6 +1,7 @@
 """Every notebook, headless on a live Slurm: it ends well, and what it leaves is small, offline and without a secret."""
 
 import html
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from kit.config.recipe import Recipe
 from kit.notebook.demo import NOTEBOOKS
+from kit.notebook.execute import execute
 from kit.notebook.parameters import inject
 from kit.notebook.redact import hide, secret_values
 from kit.slurm.run import Run
@@ -97,13 +99,9 @@ def test_it_runs_to_its_end_in_order_without_a_warning_and_stays_small(executed)
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_the_run_among_them_was_a_job_of_slurm_and_all_took_less_than_eight_minutes(demo, live_slurm):
+def test_the_run_among_them_was_a_job_of_slurm(demo, live_slurm):
     run = Run(next((demo.folder / "demo" / "runs").glob("tiny-*")))
     assert run.job_id.isdigit() and run.state.state == "COMPLETED"
-    if os.getloadavg()[1] > 2 * (os.cpu_count() or 1):
-        pytest.skip("this machine has other work to do, so that a duration says nothing")
-    notebooks = [nbformat.read(demo.folder / "demo" / f"{name}.ipynb", as_version=4) for name in NAMES]
-    assert sum(n.metadata.papermill.duration for n in notebooks) < 480
 
 
 @pytest.mark.slow
@@ -223,7 +221,7 @@ def test_a_parameter_named_token_is_refused_and_its_value_is_written_nowhere(tmp
     assert [p for p in tmp_path.rglob("*") if p.is_file() and value.encode() in p.read_bytes()] == []
 
 
-def test_a_secret_is_hidden_however_it_is_spelled_and_wherever_it_stands(monkeypatch):
+def test_a_secret_is_hidden_however_it_is_spelled_and_wherever_it_is(monkeypatch):
     lines = ["pass&word<'1\"", "second line \\ of it"]
     monkeypatch.setenv("DB_PASSWD", "\n".join(lines))
     hidden = secret_values()
@@ -233,6 +231,25 @@ def test_a_secret_is_hidden_however_it_is_spelled_and_wherever_it_stands(monkeyp
             assert str(found).count("[hidden]") == 2, text
             assert not [word for word in ("pass", "word", "second", "line") if word in str(found)]
     assert hide("a tokenizer's keyboard", hidden) == "a tokenizer's keyboard"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "cluster"),
+    [
+        ("llama405b-oasst2", "two-node-pcie"),  # a published run for which the forecast finds no setting with a margin
+        ("llama405b-oasst2", "local"),  # two CPU ranks
+        ("cannot-fit", "two-node-pcie"),
+    ],
+)
+def test_the_forecast_notebook_runs_to_its_end_where_nothing_fits(recipe, cluster, tmp_path):
+    """No error ends it: notebook 02 is where people look for a way out."""
+    full = Recipe.load("llama405b-oasst2", **{"name": "cannot-fit", "tuning.method": "full"})
+    (tmp_path / "cannot-fit.toml").write_text(full.toml())
+    given = {"recipe": f"{recipe}.toml" if recipe == "cannot-fit" else recipe, "cluster": cluster}
+    source, out = NOTEBOOKS / "02_explore_memory.ipynb", tmp_path / "02.ipynb"
+    execute(source, out, given, cwd=tmp_path, stream=io.StringIO())
+    assert {c.metadata.papermill.status for c in nbformat.read(out, as_version=4).cells} == {"completed"}
 
 
 # nbval, as a person calls it: pytest --nbval --nbval-sanitize-with tests/nbval-sanitize.cfg tests/golden

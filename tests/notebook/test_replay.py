@@ -64,14 +64,14 @@ def test_a_notebook_that_failed_is_compared_by_how_it_failed(made, tmp_path):
     from kit.notebook.execute import NotebookFailed
 
     with pytest.raises(NotebookFailed):
-        made("import pathlib\nassert pathlib.Path('mended').exists(), 'no data'")
+        made("import pathlib\nassert pathlib.Path('fixed').exists(), 'no data'")
     assert replay(tmp_path / "out.ipynb", tmp_path / "1.ipynb").same
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     (difference,) = replay(tmp_path / "out.ipynb", tmp_path / "2.ipynb").differences
     assert difference == "end was The cell raised AssertionError(no data)., is completed"
 
 
-def test_what_could_explain_a_difference_is_told_by_reason(made, tmp_path):
+def test_what_could_explain_a_difference_is_named_by_reason(made, tmp_path):
     out = made(NUMBERS)
     noted = nbformat.read(out, 4)
     noted.metadata.kit.update(python="3.9.1", host="elsewhere", data=["0" * 64])
@@ -104,7 +104,7 @@ def test_what_kit_did_not_execute_cannot_be_replayed(made, tmp_path):
         replay(tmp_path / "in.ipynb", tmp_path / "again.ipynb")
 
 
-def test_paths_are_told_from_the_notebooks_folder_so_that_all_can_move(made, tmp_path, monkeypatch):
+def test_paths_are_relative_to_the_notebooks_folder_so_that_all_can_move(made, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "data").write_text("7")
     out = made("result = {'n': int(open('data').read())}")

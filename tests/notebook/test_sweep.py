@@ -1,4 +1,4 @@
-"""A sweep is checked before anything is submitted; every task has a state of its own; only what failed reruns."""
+"""A sweep is checked before anything is submitted; every task has its state; only failed tasks are submitted again."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from kit.slurm.run import Run
 GRID = "lr = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]\nseed = [0, 1]\n"
 TRAIN = """
 import pathlib
-assert not (lr == 3e-2 and seed == 1 and not pathlib.Path("mended").exists()), "diverged"
+assert not (lr == 3e-2 and seed == 1 and not pathlib.Path("fixed").exists()), "diverged"
 result = {"loss": [seed + 1 / (1 + 1000 * lr * step) for step in range(5)]}
 """
 
@@ -112,7 +112,7 @@ def test_a_grid_that_is_not_there_is_named(tmp_path):
         ("[[points]]\n[[points]]\nlr = 1e-3", r"Settings 0 and 1 are the same"),  # 1e-3 is the default
     ],
 )
-def test_a_bad_setting_is_told_before_anything_is_made(notebook, local, grid, tmp_path, text, words):
+def test_a_bad_setting_is_refused_before_anything_is_made(notebook, local, grid, tmp_path, text, words):
     with pytest.raises(InputError, match=words):
         sweep(notebook, grid(text), local)
     assert not (tmp_path / "runs").exists()
@@ -176,14 +176,14 @@ def test_a_wrong_call_says_what_is_missing(notebook, local, capsys):
 def test_without_slurm_the_points_run_here_one_after_another_and_only_what_failed_reruns(notebook, tmp_path, capfd):
     (tmp_path / "grid.toml").write_text("[[points]]\nlr = 0.03\nseed = 1\n[[points]]\nlr = 0.01")
     assert main(["sweep", str(notebook), "grid.toml", "--wait", "--json"]) == 1
-    told = json.loads(capfd.readouterr().out)
-    assert [(t["task"], t["values"], t["state"]) for t in told["tasks"]] == [
+    shown = json.loads(capfd.readouterr().out)
+    assert [(t["task"], t["values"], t["state"]) for t in shown["tasks"]] == [
         (0, {"lr": 0.03, "seed": 1}, "FAILED"), (1, {"lr": 0.01}, "COMPLETED"),
     ]  # fmt: skip
-    run = Run(tmp_path / told["sweep"])
+    run = Run(tmp_path / shown["sweep"])
     assert run.state.state == "FAILED" and "task 0: lr=0.03, seed=1" in run.log.read_text()
     before = (run.path / "notebooks" / "0001.ipynb").stat().st_mtime_ns
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     notebook.write_text("changed meanwhile, which is nothing to a sweep")
     assert Sweep(run).rerun() == [0]
     assert run.wait(timeout=60).state == "COMPLETED"
@@ -194,7 +194,7 @@ def test_without_slurm_the_points_run_here_one_after_another_and_only_what_faile
 def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_path):
     slow = nbformat.read(notebook, 4)
     slow.cells.append(
-        new_code_cell("import time\nwhile seed == 1 and not pathlib.Path('mended').exists(): time.sleep(0.1)")
+        new_code_cell("import time\nwhile seed == 1 and not pathlib.Path('fixed').exists(): time.sleep(0.1)")
     )
     nbformat.write(slow, str(notebook))
     run = sweep(notebook, [{"seed": n} for n in range(3)], local).run
@@ -208,7 +208,7 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_left(notebook, local, tmp_p
     assert states(run) == ["COMPLETED", "FAILED", "NOT RUN"]
     stopped = nbformat.read(run.path / "notebooks" / "0001.ipynb", 4)
     assert stopped.metadata.kit.reason == "SIGTERM stopped the notebook."
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     assert Sweep(run).rerun() == [1, 2]
     run.wait(timeout=60)
     assert states(run) == ["COMPLETED"] * 3
@@ -234,9 +234,9 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
     (tmp_path / "grid.toml").write_text(GRID)
     words = ["sweep", str(notebook), "grid.toml", "--cluster", str(two_nodes), "--limit", "3", "--wait", "--json"]
     assert main(words) == 1
-    told = json.loads(capfd.readouterr().out)
-    run = Run(tmp_path / told["sweep"])
-    assert [t["state"] for t in told["tasks"]] == ["COMPLETED"] * 11 + ["FAILED"]
+    shown = json.loads(capfd.readouterr().out)
+    run = Run(tmp_path / shown["sweep"])
+    assert [t["state"] for t in shown["tasks"]] == ["COMPLETED"] * 11 + ["FAILED"]
     assert "--array=" not in (run.path / "job.sbatch").read_text()  # the rerun's differs, so it is sbatch's option
     assert run.state.tasks == {n: "FAILED" if n == 11 else "COMPLETED" for n in range(12)}
     assert "diverged" in (run.path / "logs" / f"slurm-{run.job_id}_11.out").read_text()
@@ -251,7 +251,7 @@ def test_twelve_tasks_of_which_one_fails_and_is_rerun_alone(live_slurm, notebook
     assert (group["lowest loss"], group["of"]) == (best["loss"], "lr=0.03, seed=0")
 
     first, written = run.job_id, {t.number: t.out.stat().st_mtime_ns for t in Sweep(run).tasks()}
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     assert main(["sweep", "--rerun", str(run.path), "--wait"]) == 0
     assert run.job_id != first and run.state.tasks == {11: "COMPLETED"}
     assert [t.number for t in Sweep(run).tasks() if t.out.stat().st_mtime_ns != written[t.number]] == [11]
