@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import files
+from kit.checkpoints.formats.base import ProblemKind, join_messages
 from kit.checkpoints.inspect import inspect
 from kit.config.models import unpack_embedded
 from kit.errors import KitError
@@ -109,6 +110,7 @@ def _report(run: Run, out: Path, seconds: float) -> DemoReport:
     if not after < before:
         raise KitError(f"The eval loss did not fall: {before} before, {after} after.")
     adapter = inspect(run.path / "adapter", values=True)
-    if adapter.problems:
-        raise KitError(f"{run.path / 'adapter'}: {'; '.join(map(str, adapter.problems))}")
+    problems = [problem for problem in adapter.problems if problem.kind is not ProblemKind.HIDDEN_FROM_GROUP]
+    if problems:
+        raise KitError(f"{run.path / 'adapter'}: {join_messages(problems)}")
     return DemoReport(out, run.path, result["steps"], before, after, adapter.tensors, seconds)
