@@ -179,8 +179,8 @@ def watch(
         raise InputError(board.refused)
     terminal = sys.stderr.isatty()
     while not once and not board.ended:
-        warn(f"\x1b[H\x1b[2J{board.text()}" if terminal else board.status())
+        warn(f"\x1b[H\x1b[2J{board}" if terminal else board.status())
         board.wait(2 if terminal else 30)
-    print(board.text())
+    emit(board, as_json=False)
     if html:
         write(Path(html), board.html())

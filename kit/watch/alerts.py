@@ -1,123 +1,141 @@
-"""Alerts: what a person who watches a run should look at now, and a command of their choice that is told."""
+"""Alerts: what is wrong with a run now (loss, idle GPUs, silent nodes, full disk), and the user's command for them."""
 
 import math
-import shutil
 import subprocess
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import NamedTuple, TypeGuard
 
 from kit.watch.metrics import Key
-from kit.watch.status import Standing, duration
+from kit.watch.samples import CPU, Reading
+from kit.watch.status import NO_ANSWER, BoardState, RunStatus, coarse_duration
 
 LOSSES = ("train/loss", "eval/loss")
-RECENT, BEFORE = 10, 50  # logged losses: those in which a spike is looked for, and those that say what is usual
-SPIKE, RISE = 10.0, 1.2  # a spike is so many median deviations above the median, and so many times the median
-WINDOW = 120.0  # seconds over which a GPU is judged: an evaluation or a save of seconds is nobody's fault
+RECENT = 10  # newest losses, in which a spike is looked for
+BASELINE = 50  # losses before these, which a spike is compared with
+SPIKE_DEVIATIONS, SPIKE_FACTOR = 10.0, 1.2  # a spike is above the median by so many median deviations and this factor
+GPU_WINDOW = 120.0  # seconds over which a GPU is judged: an evaluation or a save takes seconds
 IDLE = 5.0  # % of utilisation
-ODD = 0.25  # a GPU so far from the median of the others is slower than they are, or they wait for it
-QUIET = 30.0  # seconds of silence of a node, 30 samples
-NO_ROW, USUAL = 300.0, 10.0  # seconds without a row, and how many times the usual interval
-FREE, ROOM = 0.02, 5e9  # share and bytes of a disk below which it is nearly full; quotas are not seen
-TIMEOUT = 60.0  # seconds for the command of the user's choice
+DIFFERENT = 0.25  # a GPU that differs so much from the median of the others is slower than they are, or waits
+SILENT_ALERT = 30.0  # seconds without a sample of a node
+NO_ROW, NO_ROW_FACTOR = 300.0, 10.0  # seconds without a row, and how many times the usual interval
+FREE_SHARE, FREE_BYTES = 0.02, 5e9  # of a disk, below which it is nearly full; quotas are not seen
+COMMAND_TIMEOUT = 60.0  # seconds
 
 
 class Alert(NamedTuple):
-    """`key` stays the same while the matter lasts; `text` is a sentence that may change."""
+    """`key` stays the same while the condition lasts; `text` is a sentence that may change."""
 
     key: str
     text: str
 
 
-def alerts(standing: Standing) -> list[Alert]:
-    """What is wrong with the run now. Of a run that is over only its losses are judged."""
-    checks = [_loss] if standing.over else [_loss, _rows, _nodes, _gpus, _disk]
-    return [Alert(f"{standing.title} {key}", text) for check in checks for key, text in check(standing)]
+def find_alerts(status: RunStatus) -> list[Alert]:
+    """What is wrong with the run now. Of a run that is over only the losses are judged."""
+    checks = [_losses] if status.over else [_losses, _rows, _nodes, _gpus, _disk]
+    return [Alert(f"{status.title} {alert.key}", alert.text) for check in checks for alert in check(status)]
 
 
-def tell(command: Sequence[str], text: str, trouble: Callable[[str], None]) -> None:
-    """Run the command with the text as its last argument, without a shell. Waits for it; what went wrong is told."""
+def run_command(command: Sequence[str], text: str) -> str:
+    """Run the command with the text as its last argument, without a shell; returns what went wrong, or ""."""
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
-        pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        done = subprocess.run([*command, text], stdin=none, stdout=none, stderr=pipe, text=True, timeout=TIMEOUT)
-        words = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
-        problem = f"ended with exit code {done.returncode}: {words[0]}" if done.returncode else ""
+        done = subprocess.run(
+            [*command, text], stdin=null, stdout=null, stderr=pipe, text=True, timeout=COMMAND_TIMEOUT
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        problem = f"did not run: {error}"
-    if problem:
-        trouble(f"the alert command {command[0]} {problem}")
+        return f"the alert command {command[0]} failed: {error}"
+    if done.returncode == 0:
+        return ""
+    last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+    return f"the alert command {command[0]} ended with exit code {done.returncode}: {last}"
 
 
-def _loss(standing: Standing) -> Iterator[tuple[str, str]]:
+def _losses(status: RunStatus) -> Iterator[Alert]:
     for name in LOSSES:
-        series = standing.metrics.series.get(name)
-        if series and series.not_finite:
-            yield (
-                f"{name} finite",
-                f"{name} is not finite since step {series.not_finite[0]:,.0f} ({len(series.not_finite):,} times)",
-            )
-        if not series or len(series.values) < BEFORE // 2 + RECENT:
+        series = status.metrics.series.get(name)
+        if series is None:
             continue
-        usual = [v for v in series.values[-BEFORE - RECENT : -RECENT] if math.isfinite(v)]
-        steps = dict(zip(series.values[-RECENT:], series.steps[-RECENT:], strict=False))
-        highest = max((v for v in steps if math.isfinite(v)), default=-math.inf)
-        middle = median(usual) if usual else math.inf
-        if highest > middle * RISE and highest > middle + SPIKE * median(abs(v - middle) for v in usual):
-            told = f"{name} rose to {highest:.3g} at step {steps[highest]:,.0f}"
-            yield f"{name} spike", f"{told}, from about {middle:.3g}"
+        if series.not_finite:
+            first, count = series.not_finite[0], len(series.not_finite)
+            yield Alert(f"{name} finite", f"{name} is not finite since step {first:,.0f} ({count:,} times)")
+        if len(series.values) < BASELINE // 2 + RECENT:
+            continue
+        baseline = [value for value in series.values[-BASELINE - RECENT : -RECENT] if math.isfinite(value)]
+        step_of = dict(zip(series.values[-RECENT:], series.steps[-RECENT:], strict=False))
+        highest = max((value for value in step_of if math.isfinite(value)), default=-math.inf)
+        usual = median(baseline) if baseline else math.inf
+        if highest > usual * SPIKE_FACTOR and highest > usual + SPIKE_DEVIATIONS * _deviation(baseline, usual):
+            rise = f"{name} rose to {highest:.3g} at step {step_of[highest]:,.0f}"
+            yield Alert(f"{name} spike", f"{rise}, from about {usual:.3g}")
 
 
-def _rows(standing: Standing) -> Iterator[tuple[str, str]]:
-    times = standing.metrics.series.get("_timestamp")
-    if times and standing.state == "RUNNING":
-        values = times.values[-BEFORE:]
-        usual = (values[-1] - values[0]) / max(1, len(values) - 1)
-        age = time.time() - standing.metrics.newest
-        if age > max(NO_ROW, USUAL * usual):
-            yield "rows", f"no new row for {duration(age)}; before, one came every {duration(usual)}"
+def _deviation(values: Sequence[float], centre: float) -> float:
+    """The median absolute deviation."""
+    return median(abs(value - centre) for value in values)
 
 
-def _nodes(standing: Standing) -> Iterator[tuple[str, str]]:
-    for node, age in standing.silent().items():
-        if age > QUIET:
-            yield f"{node} silent", f"{node} is silent for {duration(age)}"
+def _rows(status: RunStatus) -> Iterator[Alert]:
+    times = status.metrics.series.get("_timestamp")
+    if not times or status.state != BoardState.RUNNING:
+        return
+    values = times.values[-BASELINE:]
+    usual = (values[-1] - values[0]) / max(1, len(values) - 1)
+    age = time.time() - status.metrics.newest
+    if age > max(NO_ROW, NO_ROW_FACTOR * usual):
+        before = f"before, one came every {coarse_duration(usual)}"
+        yield Alert("rows", f"no new row for {coarse_duration(age)}; {before}")
 
 
-def _gpus(standing: Standing) -> Iterator[tuple[str, str]]:
-    """Idle ones, and ones that differ: ranks wait for the slowest, so at equal work all GPUs look alike."""
-    readings: dict[str, dict[tuple[str, int | str], float]] = {"util": {}, "power_w": {}}
+def _nodes(status: RunStatus) -> Iterator[Alert]:
+    for node, age in status.silent_nodes().items():
+        if age > SILENT_ALERT:
+            yield Alert(f"{node} silent", f"{node} has been silent for {coarse_duration(age)}")
+
+
+def _gpus(status: RunStatus) -> Iterator[Alert]:
+    """Idle GPUs, and GPUs that differ: ranks wait for the slowest, so with equal work all GPUs look alike."""
+    recent = {key: _recent(status, key) for key in list(status.metrics.series) if _is_gpu(key)}
+    recent = {key: values for key, values in recent.items() if values}
     idle: dict[str, list[str]] = defaultdict(list)
-    for key in list(standing.metrics.series):
-        if isinstance(key, tuple) and key[1] != "cpu" and key[2] in readings:
-            values = _recent(standing, key)
-            if values:
-                readings[key[2]][key[:2]] = sum(values) / len(values)
-                if key[2] == "util" and max(values) < IDLE:
-                    idle[key[0]].append(str(key[1]))
-    for node, gpus in idle.items():
-        yield f"{node} idle", f"{node}: GPU {', '.join(gpus)} idle for {duration(WINDOW)} or longer"
-    for reading, unit in (("util", "%"), ("power_w", "W")):
-        means = readings[reading]
-        for (node, gpu), mean in means.items():
-            others = median([other for place, other in means.items() if place != (node, gpu)] or [mean])
-            if str(gpu) not in idle[node] and others > IDLE and abs(mean - others) > ODD * others:
-                told = f"{node} GPU {gpu} is at {mean:.0f} {unit}, the others at {others:.0f} {unit}"
-                yield f"{node} GPU {gpu} {reading}", f"{told}: one rank is slower"
+    for key, values in recent.items():
+        if key.name == "util" and max(values) < IDLE:
+            idle[key.host].append(str(key.device))
+    for host, gpus in idle.items():
+        text = f"{host}: GPU {', '.join(gpus)} idle for {coarse_duration(GPU_WINDOW)} or longer"
+        yield Alert(f"{host} idle", text)
+    for name, unit in (("util", "%"), ("power_w", "W")):
+        means = {key: mean(values) for key, values in recent.items() if key.name == name}
+        for key, level in means.items():
+            others = median([other for place, other in means.items() if place != key] or [level])
+            different = others > IDLE and abs(level - others) > DIFFERENT * others
+            if different and str(key.device) not in idle[key.host]:
+                levels = f"{key.host} GPU {key.device} is at {level:.0f} {unit}, the others at {others:.0f} {unit}"
+                yield Alert(f"{key.host} GPU {key.device} {name}", f"{levels}: one rank is slower")
 
 
-def _recent(standing: Standing, key: Key) -> list[float]:
-    """The readings of the last minutes, if the GPU is known for so long and still told of."""
-    steps, values = standing.metrics.series[key][:2]
-    start = time.time() - WINDOW
-    known = steps[0] <= start and steps[-1] >= time.time() - QUIET
+def _is_gpu(key: Key) -> TypeGuard[Reading]:
+    return isinstance(key, Reading) and key.device != CPU and key.name in ("util", "power_w")
+
+
+def _recent(status: RunStatus, key: Reading) -> list[float]:
+    """The readings of the last GPU_WINDOW seconds; none where there are not so many yet, or no longer any."""
+    steps, values = status.metrics.series[key][:2]
+    start = time.time() - GPU_WINDOW
+    known = steps[0] <= start and steps[-1] >= time.time() - SILENT_ALERT
     return list(values[bisect_left(steps, start) :]) if known else []
 
 
-def _disk(standing: Standing) -> Iterator[tuple[str, str]]:
-    if standing.folder:
-        total, _, free = shutil.disk_usage(standing.folder)
-        if free < max(FREE * total, ROOM):
-            yield "disk", f"the disk of {standing.folder} has {free / 1e9:.1f} GB left of {total / 1e9:,.0f} GB"
+def _disk(status: RunStatus) -> Iterator[Alert]:
+    if status.disk is None:
+        return
+    if status.disk.waiting > NO_ANSWER:
+        silence = coarse_duration(status.disk.waiting)
+        yield Alert("disk answer", f"the file system of {status.folder} has not answered for {silence}")
+    usage = status.disk.value
+    if usage and usage.free < max(FREE_SHARE * usage.total, FREE_BYTES):
+        left = f"{usage.free / 1e9:.1f} GB left of {usage.total / 1e9:,.0f} GB"
+        yield Alert("disk", f"the file system of {status.folder} has {left}")

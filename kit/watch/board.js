@@ -1,9 +1,9 @@
-// The live board in JupyterLab. kit/board.py sends `whole` once and then deltas; what a person does (zoom, smoothing,
-// log scale) is kept in `view`, so that it survives updates and a reload of the page, and tells the kernel what to
-// draw finer. Drag to zoom (panels with the same x axis zoom together), double-click to see everything again.
+// The live board in JupyterLab. kit/watch/live.py sends `complete` once and then deltas. Zoom, smoothing and log scale
+// are kept in `view`, so that they survive updates and a reload of the page, and tell the kernel which part to send in
+// more detail. Drag to zoom (panels with the same x axis zoom together), double-click to see everything again.
 const NS = "http://www.w3.org/2000/svg", W = 470, H = 220, LEFT = 62, RIGHT = 22, BOTTOM = 38, ROW = 15, LETTER = 6.2;
 const INK = "#0f172a", MUTED = "#64748b", GRID = "#e2e8f0", BAD = "#dc2626";
-const LATE = 8;  // seconds without an update, which comes every half a second, after which the board says so
+const LATE = 8;  // seconds without an update after which the board says so; updates come every half a second
 
 function add(parent, tag, attributes, text) {
   const node = document.createElementNS(NS, tag);
@@ -26,8 +26,8 @@ function ticks(low, high) {
   return out;
 }
 
-// Where a y axis has its numbers; on a logarithmic one powers of ten, or round numbers if these are too few.
-function marks(low, high, log) {
+// Values with a number on the y axis; on a logarithmic one powers of ten, or round numbers if these are too few.
+function yTicks(low, high, log) {
   if (!log) return ticks(low, high);
   const powers = [];
   for (let n = Math.ceil(low); n <= high; n++) powers.push(10 ** n);
@@ -43,7 +43,7 @@ function range(values, low, high, margin) {
   return [first === low ? first : first - room, last === high ? last : last + room];
 }
 
-// The exponential moving average, as kit.chart.smoothed has it.
+// The exponential moving average, as in kit/watch/charts.py.
 function smoothed(ys, weight) {
   let mean = 0, sum = 0;
   return ys.map(y => y === null ? null : (mean = weight * mean + (1 - weight) * y) / (sum = weight * sum + 1 - weight));
@@ -64,7 +64,7 @@ function legend(svg, lines) {
   return y + 10;
 }
 
-// A path through the points, its dots where they are few, and crosses where a value is not finite.
+// A path through the points, dots where they are few, and crosses where a value is not finite.
 function path(line, ys, px, py, top) {
   let d = "", dots = "", crosses = "", pen = "M";
   line.x.forEach((v, i) => {
@@ -76,7 +76,7 @@ function path(line, ys, px, py, top) {
   return { d, dots, crosses };
 }
 
-// Draws one panel and returns what the mouse needs: the scales and the lines.
+// Draws one panel and returns its scales, which the mouse handlers need, or null for an empty panel.
 function draw(svg, panel, view) {
   svg.replaceChildren();
   const zoom = view.zoom?.[panel.x_title], log = (view.log || []).includes(panel.title), smooth = panel.noisy ? view.smooth || 0 : 0;
@@ -84,7 +84,7 @@ function draw(svg, panel, view) {
   const button = { x: W - RIGHT, y: 13, "text-anchor": "end", class: "kit-log", style: "cursor:pointer" };
   add(svg, "text", { ...button, fill: log ? "#2563eb" : "#94a3b8", "font-weight": log ? 600 : 400 }, "log");
   if (zoom) add(svg, "text", { ...button, x: W - RIGHT - 30, class: "kit-all", fill: "#2563eb" }, "show all");
-  if (panel.bad) add(svg, "text", { x: W - RIGHT - (zoom ? 90 : 30), y: 13, "text-anchor": "end", "font-weight": 600, fill: BAD }, `NaN or infinite: ${panel.bad.toLocaleString("en")}`);
+  if (panel.not_finite) add(svg, "text", { x: W - RIGHT - (zoom ? 90 : 30), y: 13, "text-anchor": "end", "font-weight": 600, fill: BAD }, `NaN or infinite: ${panel.not_finite.toLocaleString("en")}`);
   if (!panel.lines.length) return add(svg, "text", { x: W / 2, y: H / 2, "text-anchor": "middle" }, "nothing logged yet"), null;
   const top = legend(svg, panel.lines), right = W - RIGHT, bottom = H - BOTTOM, level = log ? Math.log10 : v => v;
   const [x0, x1] = zoom || range(panel.lines.flatMap(l => l.x), null, null, 0);
@@ -93,7 +93,7 @@ function draw(svg, panel, view) {
   const px = v => LEFT + (v - x0) / (x1 - x0) * (right - LEFT), py = v => bottom - (level(v) - y0) / (y1 - y0) * (bottom - top);
   const clip = "kit" + Math.random().toString(36).slice(2);
   add(add(svg, "clipPath", { id: clip }), "rect", { x: LEFT - 3, y: 0, width: right - LEFT + 6, height: bottom + 1 });
-  for (const v of marks(y0, y1, log)) {
+  for (const v of yTicks(y0, y1, log)) {
     add(svg, "path", { d: `M${LEFT} ${py(v)}H${right}`, stroke: GRID });
     add(svg, "text", { x: LEFT - 6, y: py(v) + 4, "text-anchor": "end" }, number(v));
   }
@@ -105,11 +105,11 @@ function draw(svg, panel, view) {
   add(svg, "text", { x: (LEFT + right) / 2, y: H - 6, "text-anchor": "middle" }, panel.x_title);
   add(svg, "text", { transform: `translate(10 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, panel.y_title);
   const inside = add(svg, "g", { "clip-path": `url(#${clip})`, fill: "none" }), crowded = panel.lines.length > 6;
-  for (const whole of panel.lines) {
-    const kept = whole.y.map((v, i) => !log || v === null || v > 0), line = { ...whole, x: whole.x.filter((_, i) => kept[i]), y: whole.y.filter((_, i) => kept[i]) };
-    const pen = { stroke: line.colour, "stroke-dasharray": line.dash, "stroke-linejoin": "round" }, calm = smooth && !line.limit;
-    if (calm) add(inside, "path", { ...pen, d: path(line, line.y, px, py, top).d, "stroke-width": 1, "stroke-opacity": 0.25 });
-    const { d, dots, crosses } = path(line, calm ? smoothed(line.y, smooth) : line.y, px, py, top);
+  for (const given of panel.lines) {
+    const kept = given.y.map((v, i) => !log || v === null || v > 0), line = { ...given, x: given.x.filter((_, i) => kept[i]), y: given.y.filter((_, i) => kept[i]) };
+    const pen = { stroke: line.colour, "stroke-dasharray": line.dash, "stroke-linejoin": "round" }, isSmoothed = smooth && !line.limit;
+    if (isSmoothed) add(inside, "path", { ...pen, d: path(line, line.y, px, py, top).d, "stroke-width": 1, "stroke-opacity": 0.25 });
+    const { d, dots, crosses } = path(line, isSmoothed ? smoothed(line.y, smooth) : line.y, px, py, top);
     add(inside, "path", { ...pen, d, "stroke-width": crowded ? 1 : 1.5, "stroke-opacity": crowded ? 0.5 : 1 });
     if (dots && !crowded) add(inside, "path", { stroke: line.colour, d: dots, "stroke-width": 4.5, "stroke-linecap": "round" });
     if (crosses) add(inside, "path", { d: crosses, stroke: BAD, "stroke-width": 2 });
@@ -136,7 +136,7 @@ function watchMouse(svg, state) {
   };
 }
 
-// A crosshair with a point of each line, of the six nearest if they are more, or the stretch that is being dragged.
+// A crosshair with a point of each line (of the nearest six if there are more), or the range that is being dragged.
 function hover(svg, panel, state) {
   svg.querySelector(".kit-hover")?.remove();
   const { scales, mouse, from } = state;
@@ -153,7 +153,7 @@ function hover(svg, panel, state) {
   texts.forEach((text, i) => add(layer, "text", { x: left + 6, y: top + 15 + 15 * i, fill: INK }, text));
 }
 
-// Where JupyterLab lets a page call its commands, its own notification; elsewhere a box that looks like one.
+// JupyterLab's notification where it lets a page call its commands; elsewhere a box that looks like one.
 function toast(text) {
   if (globalThis.jupyterapp) return globalThis.jupyterapp.commands.execute("apputils:notify", { message: text, type: "warning" });
   const box = document.createElement("div");
@@ -163,16 +163,16 @@ function toast(text) {
   setTimeout(() => box.remove(), 15000);
 }
 
-// Brings `whole` up to date, before any view draws it; new alerts are shown wherever in the notebook a person is.
+// Applies each delta to `complete` before any view draws it. New alerts pop up wherever in the notebook the reader is.
 function initialize({ model }) {
   model.on("change:delta", () => {
-    const whole = model.get("whole"), delta = model.get("delta");
+    const complete = model.get("complete"), delta = model.get("delta");
     const panels = delta.panels.map((panel, i) => ({ ...panel, lines: panel.lines.map((line, j) => {
-      const old = whole.panels[i]?.lines[j] ?? { x: [], y: [] };
+      const old = complete.panels[i]?.lines[j] ?? { x: [], y: [] };
       return { ...line, x: [...old.x.slice(0, line.keep), ...line.x], y: [...old.y.slice(0, line.keep), ...line.y] };
     }) }));
-    for (const key in delta.alerts) if (!(key in whole.alerts)) toast(delta.alerts[key]);
-    Object.assign(whole, delta, { panels, at: Date.now() });
+    for (const key in delta.alerts) if (!(key in complete.alerts)) toast(delta.alerts[key]);
+    Object.assign(complete, delta, { panels, at: Date.now() });
   });
 }
 
@@ -184,7 +184,7 @@ function head(run, late) {
   box.innerHTML = `<div><span class="dot">&#9679;</span> <b style="font-size:15px"></b></div><div class="status" style="margin:4px 0 6px"></div>
     <div style="background:${GRID};height:4px;border-radius:2px;margin-bottom:8px"><div class="bar" style="height:4px;border-radius:2px"></div></div>`;
   const part = selector => box.querySelector(selector), colour = late ? MUTED : run.colour;
-  part("b").textContent = run.title; part(".status").textContent = late ? `not updated for ${late} s: the kernel is busy or gone. Before: ${run.status}` : run.status;
+  part("b").textContent = run.title; part(".status").textContent = late ? `not updated for ${late} s: the kernel is busy or has ended. Last status: ${run.status}` : run.status;
   part(".dot").style.color = part(".bar").style.background = colour; part(".bar").style.width = 100 * run.done + "%";
   return box;
 }
@@ -195,7 +195,7 @@ function render({ model, el }) {
   const part = selector => el.querySelector(selector), slider = part(".smooth");
   const change = what => { model.set("view", { ...model.get("view"), ...what }); model.save_changes(); };
   function update() {
-    const data = model.get("whole"), view = model.get("view"), late = Math.round((Date.now() - (data.at ??= Date.now())) / 1000);
+    const data = model.get("complete"), view = model.get("view"), late = Math.round((Date.now() - (data.at ??= Date.now())) / 1000);
     part(".heads").replaceChildren(...data.runs.map(run => head(run, late > LATE && late)));
     part(".warnings").replaceChildren(...data.warnings.map(text => Object.assign(document.createElement("div"), { textContent: "\u25B2 " + text, style: "margin-top:4px" })));
     slider.value = view.smooth || 0;
@@ -212,13 +212,13 @@ function render({ model, el }) {
     });
   }
   slider.oninput = () => change({ smooth: +slider.value });
-  // The output just above is the picture of the same board: hidden while this one is live.
+  // The output above is the picture of the same board, which is hidden while this one is live.
   let picture = null;
   const hide = setTimeout(() => {
     picture = el.closest(".jp-OutputArea-child")?.previousElementSibling;
     if (picture) picture.style.display = "none";
   }, 100);
-  const watchdog = setInterval(() => { if (Date.now() - model.get("whole").at > LATE * 1000) update(); }, 2000);
+  const watchdog = setInterval(() => { if (Date.now() - model.get("complete").at > LATE * 1000) update(); }, 2000);
   model.on("change:delta", update);
   model.on("change:view", update);
   update();

@@ -1,34 +1,33 @@
-"""The live view of runs: loss, pace and every GPU of every node, in a notebook, a terminal or a page."""
+"""The live board of runs: loss, throughput and every GPU of every node, in a notebook, on a terminal or as a page."""
 
-import itertools
 import math
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from kit.errors import InputError
+from kit.show import Part, Result
 from kit.slurm.run import Run
-from kit.watch import panels
-from kit.watch.alerts import Alert, alerts, tell
+from kit.watch import panels, picture
+from kit.watch.alerts import Alert, find_alerts, run_command
+from kit.watch.background import short_switch_interval
 from kit.watch.charts import Chart
-from kit.watch.display import in_lab, publish
-from kit.watch.online import sync
-from kit.watch.status import Standing
+from kit.watch.display import in_lab
+from kit.watch.live import CellOutputs
+from kit.watch.panels import View
+from kit.watch.status import NO_ANSWER, RunStatus, coarse_duration
+from kit.watch.sync import sync
 
-POLL = 0.5  # seconds between looks at the files, and updates of the live widget: what is logged is seen in two
-REDRAW = 10.0  # seconds between pictures, so that the notebook's file always holds a fresh one
-FIRST = 0.5  # seconds that a person in JupyterLab is let wait for the first look
-START = 0.05  # seconds until the first look, unless somebody waits for it: the cell that asks for a board ends sooner
-SWITCH = 0.0005  # seconds for which a thread may keep the interpreter while another one waits; Python's own are 0.005
-GAP = 0.002  # seconds of rest after each part of a long log, so that whoever uses the kernel is not in its way
-LIVE = "-live"  # ends the display id of the widget's output
-_shown: dict[str, "Board"] = {}  # by notebook cell: a board that takes another one's place ends it
+INTERVAL = 0.5  # seconds between looks at the files, and updates of the widget
+START = 0.05  # seconds until the first look, so that the cell that makes a board ends sooner
+FIRST = 0.5  # seconds that JupyterLab waits for the first look
+REST = 0.002  # seconds after each part of a long log, in which cells can run
+STATIC = "static picture, renewed every 10 s: this front end sends no cell id; JupyterLab shows a live view"
+_in_cell: dict[str, "Board"] = {}  # by id of the notebook cell; a new board there ends the old one
 
 
 def watch(
@@ -38,68 +37,82 @@ def watch(
     also: Sequence[str] = (),
     on_alert: Sequence[str] = (),
 ) -> "Board":
-    """A board for a run, or for several in the same panels. Returns at once; as a cell's last value it shows itself.
+    """A board of a run, or of several runs in the same panels. Returns at once; the last value of a cell shows itself.
 
-    A run is a Run, its folder, name or job id, "entity/project/run" on a W&B server, a .wandb file, or a folder that
-    holds W&B logs. What cannot be watched is told on the board. `smooth` is the weight of the past, 0 to 0.99; `log`
-    are titles of panels with a logarithmic axis; `also` other logged names to draw; `on_alert` a command that is run
-    without a shell for each alert, which it gets as its last argument.
+    A run is a Run, its folder, name or job id, "entity/project/run" on a W&B server, a .wandb file, or a folder with
+    W&B logs. What cannot be watched is a sentence on the board. `smooth` is the weight of the past in the moving
+    average, 0 to 0.99; `log` are titles of panels with a logarithmic axis; `also` are other logged names to draw;
+    `on_alert` is a command that is run without a shell for each alert, with the alert as its last argument.
     """
-    return Board(refs, panels.View(smooth, list(log)), also, on_alert)
+    if not refs:
+        raise InputError("watch() needs a run: its folder, name or job id.")
+    return Board([RunStatus(ref) for ref in refs], View(smooth, list(log)), also, on_alert)
 
 
-class Board:
-    """What runs logged and how they are doing, read by a thread; nothing of it lives in this kernel alone."""
+class Board(Result):
+    """What runs have logged and how they are doing. A daemon thread reads the files; nothing else holds any state."""
 
-    def __init__(
-        self, refs: Sequence[str | Path | Run], view: panels.View, also: Sequence[str], on_alert: Sequence[str]
-    ) -> None:
-        if not refs:
-            raise InputError("watch() needs a run: its folder, name or job id.")
-        self.runs = [Standing(ref) for ref in refs]
-        self.view, self.also, self.on_alert = view, also, on_alert
-        self._trouble = self._failed = ""  # of the user's command, and of the last look
+    def __init__(self, runs: Sequence[RunStatus], view: View, also: Sequence[str], on_alert: Sequence[str]) -> None:
+        self.runs, self.view = runs, view
+        self._also, self._on_alert = also, on_alert
+        self._alerts: list[tuple[RunStatus, Alert]] = []
+        self._failure = self._command_failure = ""  # of the last refresh, and of the user's command
         self._syncing: threading.Thread | None = None
-        self._alerts: list[tuple[Standing, Alert]] = []
-        self._displays: list[str] = []
-        self._empty: list[str] = []  # those that have no widget yet
         self._lab = bool(in_lab(_shell()))
-        self._widget: Any = None
-        self._sent: dict[str, Any] = {}
-        self._count = itertools.count()
-        self._redrawn = -math.inf
-        self._wake, self._looked, self._settled = threading.Event(), threading.Event(), threading.Event()
-        self._stop, self._closed = threading.Event(), threading.Event()
+        self._outputs = CellOutputs(self._mime_data, self._change_view)
+        self._last_look = time.monotonic()
+        self._wake = threading.Event()  # look now
+        self._looked = threading.Event()  # the first look is done
+        self._settled = threading.Event()  # all that is there has been read
+        self._stop = threading.Event()
+        self._closed = threading.Event()  # the thread has ended
         threading.Thread(target=self._follow, daemon=True, name="board").start()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come: the runs have ended and all of them is read, or the board was finished."""
+        """Whether nothing more will come: all runs have ended and are read, or the board was finished."""
         return self._closed.is_set()
 
     @property
     def refused(self) -> str:
-        """Why there is nothing to watch, if so."""
+        """Why there is nothing to watch, or an empty string."""
         self._settle()
         return " ".join(run.refused for run in self.runs if run.refused)
 
     def status(self) -> str:
-        """How the runs are, now, a line each: state, step, age of the newest row, time left, nodes, damage, source."""
+        """A line for each run: state, step, age of the newest row, time left, nodes, damage, source."""
         self._settle()
-        return "\n".join(run.status() for run in self.runs)
+        return "\n".join(run.line() for run in self.runs)
 
-    def text(self) -> str:
-        """The board for a terminal."""
+    def as_dict(self) -> dict[str, Any]:
+        """Status, alerts and the newest value of each logged metric; null where it is not finite."""
         self._settle()
-        return panels.text(*self._parts())
+        return {
+            "runs": [run.as_dict() | {"metrics": _newest_values(run)} for run in self.runs],
+            "alerts": [{"run": run.title, "text": alert.text} for run, alert in self._alerts],
+            "warnings": self._warnings(),
+        }
+
+    def parts(self) -> Iterator[Part]:
+        """Status lines, warnings, and a table of the newest values."""
+        self._settle()
+        yield from self._parts()
+
+    def _parts(self) -> Iterator[Part]:
+        several = len(self.runs) > 1
+        yield from (f"{run.title}: {run.line()}" if several else run.line() for run in self.runs)
+        yield from (f"! {warning}" for warning in self._warnings())
+        table = picture.table(self._charts())
+        if table.rows:
+            yield table
 
     def svg(self) -> str:
-        """The picture as it is now, with the time it was drawn: it holds without JavaScript."""
+        """The picture of the board now."""
         self._settle()
-        return panels.svg(*self._parts())
+        return self._svg()
 
     def html(self) -> str:
-        """A page that needs nothing else."""
+        """The picture as a page that needs nothing else."""
         title = escape(", ".join(run.title for run in self.runs))
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -109,207 +122,186 @@ class Board:
     def charts(self) -> list[Chart]:
         """The panels, in reading order."""
         self._settle()
-        return panels.charts(self.runs, self.view, self.also)
+        return self._charts()
 
-    def show(self) -> None:
-        """Show it in this notebook cell and keep it up to date; outside a notebook, print it."""
-        if _shell() is None:
-            print(self.text())
+    def _ipython_display_(self) -> None:
+        """Show the board in this notebook cell and keep it up to date; in a terminal print it."""
+        shell = _shell()
+        if getattr(shell, "kernel", None) is None:
+            print(self)
             return
-        if cell := in_lab(_shell()):
+        cell = in_lab(shell)
+        if cell:
             self._lab = True
-            if _shown.get(cell, self) is not self:
-                _shown[cell].finish(quietly=True)
-            _shown[cell] = self
+            previous = _in_cell.get(cell, self)
+            if previous is not self:
+                previous.stop()
+            _in_cell[cell] = self
         else:
             self._settle()
-        display = uuid.uuid4().hex
-        publish(display, self._picture())
-        if cell:
-            publish(display + LIVE, {"text/plain": ""})
-            self._empty.append(display)
-        self._redrawn = -math.inf if cell else time.monotonic()  # in JupyterLab at once: this one may lack all
-        self._displays.append(display)
+        self._outputs.add(live=bool(cell))
         self._wake.set()
 
-    _ipython_display_ = show
-
     def wait(self, timeout: float | None = None) -> str:
-        """Block until the runs have ended, for `timeout` seconds at most, and a sync has; the state, or several.
+        """Block until the runs have ended and a sync is done, at most `timeout` seconds; returns the state(s).
 
-        Raises InputError where there is no run: a job that waits for it must not go on.
+        Raises InputError where there is no run, as a job that waits for it must not go on.
         """
         if self._closed.wait(timeout):
             if self._syncing:
                 self._syncing.join()
-            self._redraw()  # once more from here: papermill keeps only what comes while a cell runs
+            self._outputs.redraw()  # here, as papermill keeps only what is sent while a cell runs
             if self.refused:
                 raise InputError(self.refused)
         return ", ".join(run.state for run in self.runs)
 
-    def finish(self, quietly: bool = False) -> None:
-        """Stop watching: draw the last picture where the board was shown and, unless `quietly`, in this cell, too."""
+    def stop(self) -> None:
+        """Stop watching; the last pictures are drawn in the background."""
         self._stop.set()
         self._wake.set()
-        if quietly:
-            return
+
+    def finish(self) -> None:
+        """Stop watching, and show the last picture in this cell, too: earlier outputs are lost after a page reload."""
+        self.stop()
         self._closed.wait(10)
-        if self._lab:  # after a reload of the page no earlier output can be reached
-            publish(uuid.uuid4().hex, self._picture())
+        if self._lab:
+            self._outputs.show_once()
 
     def sync(self, timeout: float = 600.0) -> None:
-        """Bring what was logged offline to the W&B server, in processes of their own; the board tells how it goes."""
+        """Upload what was logged offline to the W&B server, in the background; the status line shows its progress."""
         self._syncing = threading.Thread(target=self._sync, args=(timeout,), daemon=True)
         self._syncing.start()
 
     def _sync(self, timeout: float) -> None:
-        self._looked.wait()  # until then nobody knows where the runs are
+        self._looked.wait()  # the folders are known from then on
         for run in self.runs:
 
-            def say(line: str, run: Standing = run) -> None:
+            def echo(line: str, run: RunStatus = run) -> None:
                 run.note = f"sync: {line.removeprefix('wandb: ')}"
                 if self.ended:
-                    self._redraw()
+                    self._outputs.redraw()
 
             try:
                 if run.folder is None:
                     raise InputError(f"{run.title} is on the server already.")
-                sync(run.folder, say, timeout)
-                say("done")
-            except Exception as error:
-                say(str(error))
+                sync(run.folder, echo, timeout)
+                echo("done")
+            except Exception as error:  # whatever it is, the board shows it
+                echo(str(error))
 
     def _settle(self) -> None:
-        """Wait until all that is there is read; in JupyterLab, where a person waits, only for the first look."""
+        """Wait until everything is read; in JupyterLab, where a person waits, only for the first look."""
         if self._lab:
             self._looked.wait(FIRST)
             return
         self._settled.clear()
         self._wake.set()
-        while not (self._closed.is_set() or self._settled.wait(0.05)):
+        while not self._closed.is_set() and not self._settled.wait(0.05) and not self._stalled():
             pass
 
-    def _notify(self) -> None:
-        """Run the user's command for each alert that was not there before."""
-        before = {alert.key for _, alert in self._alerts}
-        self._alerts = [(run, alert) for run in self.runs for alert in alerts(run)]
-        for run, alert in self._alerts:
-            if self.on_alert and alert.key not in before:
-                words = (self.on_alert, f"{run.title}: {alert.text}", self._tell_trouble)
-                threading.Thread(target=tell, args=words, daemon=True).start()
+    def _stalled(self) -> float:
+        """Seconds since the thread last finished a look, where that is too long: the file system does not answer."""
+        silence = time.monotonic() - self._last_look
+        return silence if silence > NO_ANSWER and not self.ended else 0.0
 
     def _warnings(self) -> list[str]:
         several = len(self.runs) > 1
-        texts = [f"{run.title}: {alert.text}" if several else alert.text for run, alert in self._alerts]
-        more = [*panels.unknown(self.runs, self.also), self._trouble, self._failed]
-        return texts + [sentence for sentence in more if sentence]
+        sentences = [f"{run.title}: {alert.text}" if several else alert.text for run, alert in self._alerts]
+        sentences += panels.unknown(self.runs, self._also)
+        if stalled := self._stalled():
+            sentences.append(f"the files of the run could not be read for {coarse_duration(stalled)}")
+        return sentences + [text for text in (self._command_failure, self._failure) if text]
 
-    def _tell_trouble(self, text: str) -> None:
-        self._trouble = text
+    def _charts(self) -> list[Chart]:
+        return panels.charts(self.runs, self.view, self._also)
 
-    def _parts(self) -> tuple[list[dict[str, Any]], list[str], list[Chart]]:
-        heads = [panels.header(run) for run in self.runs]
-        return heads, self._warnings(), panels.charts(self.runs, self.view, self.also)
+    def _headers(self) -> list[panels.Header]:
+        return [panels.header(run) for run in self.runs]
 
-    def _picture(self) -> dict[str, Any]:
-        parts = self._parts()
-        return {"image/svg+xml": panels.svg(*parts), "text/plain": panels.text(*parts)}
+    def _svg(self, note: str = "") -> str:
+        return picture.svg(self._headers(), self._warnings(), self._charts(), note)
+
+    def _mime_data(self) -> dict[str, Any]:
+        """What a cell shows, from what is known now."""
+        static = not self._lab and not all(run.over for run in self.runs)
+        text = "\n".join(str(part) for part in self._parts())
+        return {"image/svg+xml": self._svg(STATIC if static else ""), "text/plain": text}
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        self._settle()
+        return self._mime_data()
 
     def _follow(self) -> None:
-        """The thread. It prints nothing, since that would land in whatever cell runs; trouble goes on the board."""
-        sys.setswitchinterval(SWITCH)  # so that whoever uses the kernel does not feel this thread
-        self._wake.wait(START)
-        drawn = -math.inf
+        """The thread. It prints nothing, as that would land in whatever cell runs; errors are shown on the board."""
+        try:
+            self._wake.wait(START)
+            self._look_until_the_end()
+        except Exception as error:
+            self._failure = f"the board has stopped: {type(error).__name__}: {error}"
+        self._try(self._outputs.close)
+        for run in self.runs:
+            self._try(run.close)
+        self._looked.set()
+        self._closed.set()
+
+    def _look_until_the_end(self) -> None:
+        refreshed = -math.inf
         while not self._stop.is_set():
-            news = [run.look() for run in self.runs]
-            if not any(news) or time.monotonic() - drawn > POLL:
-                drawn = time.monotonic()
-                self._try(self._refresh)
+            with short_switch_interval():
+                updated = [run for run in self.runs if run.update()]
+                self._last_look = time.monotonic()
+                if not updated or self._last_look - refreshed > INTERVAL:
+                    refreshed = self._last_look
+                    self._try(self._refresh)
             self._looked.set()
-            if any(news):
-                time.sleep(GAP)
+            if updated:
+                time.sleep(REST)
                 continue
             if all(run.settled for run in self.runs):
                 self._settled.set()
             if all(run.over for run in self.runs):
-                break
-            self._wake.wait(POLL)
+                return
+            self._wake.wait(INTERVAL)
             self._wake.clear()
-        self._try(self._end)
-        self._closed.set()
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-            self._failed = ""
         except Exception as error:
-            self._failed = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
 
     def _refresh(self) -> None:
-        self._notify()
-        if self._lab and self._displays:
-            self._update()
-        if time.monotonic() - self._redrawn > REDRAW:
-            self._redraw()
+        self._judge()
+        if self._outputs.is_live:
+            now = picture.as_json(self._headers(), self._warnings(), self._charts())
+            now["alerts"] = {alert.key: f"{run.title}: {alert.text}" for run, alert in self._alerts}
+            self._outputs.update(now, self.view)
+        self._outputs.redraw(only_if_due=True)
+        self._failure = ""
 
-    def _update(self) -> None:
-        """Send the widget what is new; it is made here, since loading its library takes a while.
+    def _judge(self) -> None:
+        """Find the alerts, and run the user's command for each one that is new."""
+        before = {alert.key for _, alert in self._alerts}
+        self._alerts = [(run, alert) for run in self.runs for alert in find_alerts(run)]
+        for run, alert in self._alerts:
+            if self._on_alert and alert.key not in before:
+                text = f"{run.title}: {alert.text}"
+                threading.Thread(target=self._run_command, args=(text,), daemon=True).start()
 
-        Every fourth time a panel is sent whole, in turn, for a page that was reloaded and may have missed an update.
-        """
-        heads, warnings, charts = self._parts()
-        told = {alert.key: f"{run.title}: {alert.text}" for run, alert in self._alerts}
-        plain = [panels.plain(chart) for chart in charts]
-        now = {"runs": heads, "warnings": warnings, "alerts": told, "panels": plain}
-        before, self._sent = self._sent, now
-        turn, rest = divmod(next(self._count), 4)
-        if self._widget is None:
-            self._widget = _widget(lambda: self._sent, asdict(self.view))
-            self._widget.observe(self._seen, "view")
-        else:
-            self._widget.delta = panels.delta(before, now, turn % len(plain) if rest == 0 else -1)
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
-        while self._empty:
-            live = {"application/vnd.jupyter.widget-view+json": view, "text/plain": ""}
-            publish(self._empty.pop() + LIVE, live, update=True)
+    def _run_command(self, text: str) -> None:
+        self._command_failure = run_command(self._on_alert, text)
 
-    def _seen(self, change: Any) -> None:
-        """A person has zoomed, say: what they look at is drawn finer."""
-        self.view = panels.View(**change["new"])
+    def _change_view(self, view: View) -> None:
+        self.view = view
         self._wake.set()
-
-    def _redraw(self) -> None:
-        self._redrawn = time.monotonic()
-        for display in self._displays:
-            publish(display, self._picture(), update=True)
-
-    def _end(self) -> None:
-        """The last picture; the widget's output becomes empty, so that none is left whose model is gone."""
-        self._redraw()
-        if self._widget is not None:
-            for display in self._displays:
-                publish(display + LIVE, {"text/plain": ""}, update=True)
-            self._widget.close()
-            self._widget = None
-        for run in self.runs:
-            run.close()
 
 
 def _shell() -> Any:
-    """The shell of the notebook or of IPython, if this is one; it is not worth loading."""
+    """The shell of the notebook or of IPython, or None; IPython is not imported for it."""
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
-def _widget(whole: Callable[[], dict[str, Any]], view: dict[str, Any]) -> Any:
-    import anywidget
-    import traitlets
-
-    class Live(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget ships no types
-        """`whole` is what a page gets that asks anew; from then on it gets each `delta`. `view` comes from the page."""
-
-        _esm = Path(__file__).with_name("board.js").read_text()
-        whole = traitlets.Dict().tag(sync=True, to_json=lambda _, __: whole())
-        delta = traitlets.Dict().tag(sync=True)
-        view = traitlets.Dict().tag(sync=True)
-
-    return Live(view=view)
+def _newest_values(run: RunStatus) -> Mapping[str, float | None]:
+    names = [key for key in list(run.metrics.series) if isinstance(key, str)]
+    values = {name: run.metrics.last(name) for name in sorted(names)}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}

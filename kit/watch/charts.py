@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kit.figures.base import COLOURS
+from kit.figures.svg import ticks
 from kit.watch.series import Floats, thin
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
 LIMIT, BAD, INK, MUTED, GRID = "#334155", "#dc2626", "#0f172a", "#64748b", "#e2e8f0"
 POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB
 MIN_POINTS = 24  # of each line, however many lines there are; lines with so few points also get dots
@@ -23,7 +24,6 @@ TITLE_Y, LEGEND_ROW = 13, 15  # pixels
 LETTER = 6.2  # mean width of a letter at 11 px, in pixels
 DASHES = ("", "7 2", "2 2")  # for the first, second and third line of a colour
 LIMIT_DASH = "4 3"
-TICKS = 5  # about so many numbers on an axis
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,6 @@ def smoothed(y: Floats, weight: float) -> Floats:
         sum_of_weights = weight * sum_of_weights + 1 - weight
         out[index] = mean / sum_of_weights
     return out
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """About TICKS round numbers from low to high."""
-    rough = (high - low) / TICKS
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(n * step, 12) for n in range(first, last + 1)]
 
 
 def number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Metrics of a run: rows of its W&B logs and samples of its nodes, merged into series that grow."""
+"""Metrics of a run: rows of its W&B logs and samples of its nodes, merged into series that grow while the run does."""
 
 import difflib
 import math
@@ -12,59 +12,60 @@ from typing import Any
 import numpy as np
 
 from kit.errors import InputError, KitError
+from kit.slurm.run import Run
 from kit.watch.samples import CHUNK, Reading, SampleFile, parse_sample, parse_wandb_sample
 from kit.watch.series import Floats, Series
-from kit.watch.wandb_log import READ, Tail, find_logs
+from kit.watch.wandb_log import READ, Kind, Tail, find_logs
 
-WINDOW = READ  # the newest bytes of a long log, which are known before the rest is read
-LOOK = 5.0  # seconds between looks for new files while there is much to read: a folder may hold many runs
-Key = str | Reading  # a logged name, or a node's reading
-_WORDS = {b"true": 1.0, b"false": 0.0}
+NEWEST = READ  # bytes at the end of a long log that are read first
+SEARCH = 5.0  # seconds between searches for new files while there is much to read: a folder may hold many runs
+Key = str | Reading  # name of a logged metric, or a node's reading
+_TRUTH_VALUES = {b"true": 1.0, b"false": 0.0}
 
 
 class Store:
-    """What is known of one run. Others may read it while one thread adds to it.
+    """What is known of one run. One thread adds to it while others may read it.
 
-    Steps of logged series are the values of `step_name`; a row without it counts for the last one seen. In a run that
-    never logs it they are W&B's own steps; those begin at 0 again when an offline run is resumed, but go on here.
+    The step of a row is its value of `step_name`; a row without it has the step of the row before. In a run that never
+    logs `step_name` the steps are W&B's own; these begin at 0 again when an offline run is resumed, but go on here.
     """
 
-    def __init__(self, step_name: str = "train/global_step", skip: bool = False) -> None:
+    def __init__(self, step_name: str = "train/global_step", skip_until_step: bool = False) -> None:
         self.series: dict[Key, Series] = {}
-        self.step_name = step_name  # until the run makes another one the step of all its metrics
+        self.step_name = step_name  # define_metric("*", step_metric=...) in the run changes it
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.nodes: dict[str, float] = {}  # host: unix time of its newest sample
         self.first_sample = math.inf  # unix time of the first sample of any node
         self.newest = 0.0  # unix time of the newest row that the training logged
-        self.exit_code: int | None = None  # None while it runs, or was killed
-        self.problem = ""  # what cannot be read, in a sentence
-        self._skip = skip  # rows that come before the first step is known
+        self.exit_code: int | None = None  # None while the run goes on, or where it was killed
+        self.problem = ""  # what cannot be read, as a sentence
+        self._skip = skip_until_step  # ignore the rows before the first step is known
         self._step = 0.0
         self._shift: float | None = 0.0  # from W&B's own steps to ours; None before the first row of a segment
-        self._fresh: set[Key] = set()  # logged names that this segment has not brought yet
-        self._totals: dict[Reading, tuple[float, float]] = {}  # unix time and GB
+        self._replaced: set[Key] = set()  # logged names that the present segment has not logged yet
+        self._totals: dict[Reading, tuple[float, float]] = {}  # (unix time, GB) of wandb's last sample
 
     def line(self, key: Key, points: int) -> tuple[Floats, Floats]:
-        """Steps and values of about `points` points, every extreme among them. An unknown key is an InputError."""
+        """Steps and values of about `points` points, with every extreme. Raises InputError for an unknown key."""
         if key in self.series:
             return self.series[key].thin(points)
         known = sorted(name for name in list(self.series) if isinstance(name, str))
-        near = "".join(f" Did you mean {name!r}?" for name in difflib.get_close_matches(str(key), known, 1))
-        raise InputError(f"No metric {key!r}.{near} Logged so far: {', '.join(known) or 'nothing'}.")
+        nearest = "".join(f" Did you mean {name!r}?" for name in difflib.get_close_matches(str(key), known, 1))
+        raise InputError(f"No metric {key!r}.{nearest} Logged so far: {', '.join(known) or 'nothing'}.")
 
     def last(self, key: Key) -> float | None:
-        """The newest value, None where there is none."""
+        """The newest value, or None."""
         values = self.series[key].values[-1:] if key in self.series else None
         return values[0] if values else None
 
-    def begin(self) -> None:
-        """A segment begins: what it brings replaces what was logged for the same steps before."""
-        self._fresh = {key for key in self.series if isinstance(key, str)}
+    def begin_segment(self) -> None:
+        """From here on rows belong to the next segment: they replace what was logged for the same steps before."""
+        self._replaced = {key for key in self.series if isinstance(key, str)}
         self._shift = None
 
-    def rows(self, columns: dict[str, list[bytes]]) -> None:
-        """Add rows of the same names, each value a JSON text; lists, texts and histograms are not plotted."""
+    def add_rows(self, columns: dict[str, list[bytes]]) -> None:
+        """Add rows of the same names, each value a JSON text; lists, texts and histograms are ignored."""
         self._skip = self._skip and self.step_name not in columns
         if self._skip or not columns:
             return
@@ -73,21 +74,22 @@ class Store:
             try:
                 self._add(name, steps, array("d", map(float, texts)))
             except ValueError:
-                known = [(step, n) for step, text in zip(steps, texts, strict=True) if (n := _number(text)) is not None]
-                self._add(name, array("d", [step for step, _ in known]), array("d", [n for _, n in known]))
+                pairs = [(step, _number(text)) for step, text in zip(steps, texts, strict=True)]
+                known = [(step, value) for step, value in pairs if value is not None]
+                self._add(name, array("d", [step for step, _ in known]), array("d", [value for _, value in known]))
         self.newest = max(self.newest, self.last("_timestamp") or 0.0)
 
     def _steps(self, columns: dict[str, list[bytes]]) -> "array[float]":
         count = len(next(iter(columns.values())))
         if self.step_name in columns:
-            numbers = map(_number, columns[self.step_name])
-            steps = array("d", [self._step if n is None else n for n in numbers])
+            numbers = [_number(text) for text in columns[self.step_name]]
+            steps = array("d", [self._step if number is None else number for number in numbers])
         elif self.step_name in self.series:
             steps = array("d", [self._step]) * count
         else:
             own = [_number(text) or 0.0 for text in columns.get("_step", [b"0"] * count)]
             if self._shift is None:
-                self._shift = self._step + 1 if self._fresh and own[0] == 0 else 0.0
+                self._shift = self._step + 1 if self._replaced and own[0] == 0 else 0.0
             steps = array("d", [step + self._shift for step in own])
         self._step = steps[-1]
         return steps
@@ -96,67 +98,72 @@ class Store:
         if not values:
             return
         series = self.series.get(key, Series.empty())
-        if isinstance(key, tuple):
+        if isinstance(key, Reading):
             self.first_sample = min(self.first_sample, steps[0])
-        elif key in self._fresh:
-            self._fresh.discard(key)
+        elif key in self._replaced:
+            self._replaced.discard(key)
             series.cut(steps[0])
         series.extend(steps, values)
         self.series[key] = series
 
-    def samples(self, lines: Iterable[Any]) -> int:
-        """Add lines of kit.train.sampler; how many of them were none. What a GPU does not tell has no point."""
-        found: dict[Reading, tuple[list[float], list[float]]] = {}
-        damaged = 0
-        for line in lines:
+    def add_samples(self, samples: Iterable[Any]) -> int:
+        """Add samples of kit.train.sampler; returns how many were invalid. A reading that is null has no point."""
+        steps: dict[Reading, array[float]] = {}
+        values: dict[Reading, array[float]] = {}
+        invalid = 0
+        for sample in samples:
             try:
-                host, moment, told = line["host"], float(line["t"]), parse_sample(line)
+                host, moment, readings = sample["host"], float(sample["t"]), parse_sample(sample)
             except (LookupError, TypeError, ValueError, AttributeError):
-                damaged += 1
+                invalid += 1
                 continue
-            if not self.nodes:  # what wandb sampled itself stood in until now
-                self.series = {key: series for key, series in self.series.items() if isinstance(key, str)}
-                self.first_sample = math.inf
+            if not self.nodes:
+                self._drop_wandb_samples()
             self.nodes[host] = max(moment, self.nodes.get(host, 0.0))
-            for key, value in told.items():
-                steps, values = found.setdefault(key, ([], []))
-                steps.append(moment)
-                values.append(value)
-        for key, (steps, values) in found.items():
-            self._add(key, array("d", steps), array("d", values))
-        return damaged
+            for reading, value in readings.items():
+                steps.setdefault(reading, array("d")).append(moment)
+                values.setdefault(reading, array("d")).append(value)
+        for reading in steps:
+            self._add(reading, steps[reading], values[reading])
+        return invalid
 
-    def statistics(self, host: str, told: dict[str, Any]) -> None:
-        """Add what wandb samples itself; of totals their rate since the sample before."""
-        moment, (levels, totals) = told["_timestamp"], parse_wandb_sample(host, told)
-        for key, level in levels.items():
-            self._add(key, array("d", [moment]), array("d", [level]))
-        for key, total in totals.items():
-            before, self._totals[key] = self._totals.get(key), (moment, total)
-            if before and moment > before[0]:
-                self._add(key, array("d", [moment]), array("d", [(total - before[1]) / (moment - before[0])]))
+    def _drop_wandb_samples(self) -> None:
+        self.series = {key: series for key, series in self.series.items() if isinstance(key, str)}
+        self.first_sample = math.inf
+
+    def add_wandb_sample(self, host: str, values: dict[str, Any]) -> None:
+        """Add a sample of wandb's own system metrics, with its `_timestamp`; of totals the rate since the last one."""
+        moment, sample = values["_timestamp"], parse_wandb_sample(host, values)
+        for reading, level in sample.levels.items():
+            self._add(reading, array("d", [moment]), array("d", [level]))
+        for reading, total in sample.totals.items():
+            last_moment, last_total = self._totals.get(reading, (math.inf, 0.0))
+            self._totals[reading] = (moment, total)
+            if moment > last_moment:
+                rate = (total - last_total) / (moment - last_moment)
+                self._add(reading, array("d", [moment]), array("d", [rate]))
 
 
 def _number(text: bytes) -> float | None:
     try:
         return float(text)
     except ValueError:
-        return _WORDS.get(text)
+        return _TRUTH_VALUES.get(text)
 
 
 @dataclass
 class _Log:
-    """One W&B log, and what it said of itself."""
+    """One W&B log, and what it has said of its segment."""
 
     tail: Tail
     host: str = ""
     exit_code: int | None = None
     begun: bool = False
-    rows: bool = False
+    has_rows: bool = False
 
 
-class _Reader:
-    """Reads the files of a run into a store."""
+class _FileReader:
+    """Reads the logs and the sample files of a run into a store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -165,26 +172,32 @@ class _Reader:
         self._problem = ""
 
     @property
-    def tails(self) -> list[Tail | SampleFile]:
+    def files(self) -> list[Tail | SampleFile]:
+        """All that is read."""
         return [*(log.tail for log in self.logs.values()), *self.nodes.values()]
 
     def poll(self) -> bool:
+        """Read a part of one log and of each sample file. True if there was anything new."""
         self._problem = ""
-        new = any(self._read(log) for log in self.logs.values())  # a segment is read to its end before the next
-        for lines in self.nodes.values():
-            try:
-                found = lines.poll()
-            except OSError as problem:
-                self._problem = str(problem)
-                continue
-            lines.damaged += self.store.samples(found)
-            new = new or bool(found)
-        logs = [log for log in self.logs.values() if log.rows or log.tail.left] or list(self.logs.values())
-        self.store.exit_code = logs[-1].exit_code if logs else None
-        self.store.problem = self._problem  # only now: others read it meanwhile
+        new = any(self._read_log(log) for log in self.logs.values())  # a segment is read to its end before the next
+        for node in self.nodes.values():
+            new = self._read_samples(node) or new
+        # Where several nodes write logs, those without rows do not tell how the training ended.
+        telling = [log for log in self.logs.values() if log.has_rows or log.tail.left] or list(self.logs.values())
+        self.store.exit_code = telling[-1].exit_code if telling else None
+        self.store.problem = self._problem  # assigned once, as other threads read it meanwhile
         return new
 
-    def _read(self, log: _Log) -> bool:
+    def _read_samples(self, node: SampleFile) -> bool:
+        try:
+            samples = node.poll()
+        except OSError as problem:
+            self._problem = str(problem)
+            return False
+        node.damaged += self.store.add_samples(samples)
+        return bool(samples)
+
+    def _read_log(self, log: _Log) -> bool:
         before = (log.tail.records, log.tail.damaged)
         try:
             for kind, values in log.tail.poll():
@@ -193,54 +206,61 @@ class _Reader:
             self._problem = str(problem)
         return before != (log.tail.records, log.tail.damaged)
 
-    def _take(self, log: _Log, kind: str, values: dict[str, Any]) -> None:
+    def _take(self, log: _Log, kind: Kind, values: dict[str, Any]) -> None:
         store = self.store
-        if kind == "history":
-            log.rows = True
-            store.rows(values)
-        elif kind == "stats" and not self.nodes:
-            store.statistics(log.host, values)
-        elif kind in ("summary", "config"):
-            getattr(store, kind).update(values)
-        elif kind == "metric" and values.get("glob") == "*":
-            store.step_name = values.get("step", store.step_name)
-        elif kind == "run":
-            store.config |= values["config"]
-            if not log.begun:  # a new name or tag brings the record again
-                log.begun, log.host = True, values.get("host", "")
-                store.begin()
-        elif kind == "exit":
-            log.exit_code = values["exit_code"]
+        match kind:
+            case Kind.HISTORY:
+                log.has_rows = True
+                store.add_rows(values)
+            case Kind.STATS if not self.nodes:
+                store.add_wandb_sample(log.host, values)
+            case Kind.SUMMARY:
+                store.summary |= values
+            case Kind.CONFIG:
+                store.config |= values
+            case Kind.METRIC if values.get("glob") == "*":
+                store.step_name = values.get("step", store.step_name)
+            case Kind.RUN:
+                store.config |= values["config"]
+                if not log.begun:  # a new name or tag writes this record again
+                    log.begun, log.host = True, values.get("host", "")
+                    store.begin_segment()
+            case Kind.EXIT:
+                log.exit_code = values["exit_code"]
 
 
 class Metrics(Store):
-    """Everything logged for the run in a folder. Call `poll` until it returns False, then now and then.
+    """All that was logged for the run in a folder. Call `poll` until it returns False, then every now and then.
 
-    A resumed run has a log for each segment, and one whose nodes all write has one for each. In a folder with several
-    runs the newest is taken; a log, or the folder of one, stands for its run. Of what is long the newest part is read
-    first: `line`, `last` and the facts know it at once, while `series` fill from the beginning. Node samples come from
-    nodes/<host>.jsonl, or else from the statistics in W&B's log. Raises InputError where there is nothing.
+    A resumed run has a log for each segment; a run whose nodes all write has one for each node. In a folder with
+    several runs the newest is read; a log, or its folder, stands for its run. Node samples are read from
+    nodes/<host>.jsonl; without these files, from wandb's system metrics.
+
+    The end of a long file is read first, so that `line`, `last`, `nodes` and `exit_code` are up to date at once, while
+    `series` fill from the beginning: a day of samples of two nodes takes about ten seconds. Raises InputError where
+    there is no such folder or file.
     """
 
     def __init__(self, place: str | Path) -> None:
         super().__init__()
         self.place = Path(place)
         if not self.place.exists():
-            raise InputError(f"{place} is neither a folder nor a W&B log: there is nothing.")
-        self.expected = _expected_nodes(self.place)  # number of nodes, 0 if nobody said
+            raise InputError(f"{place} does not exist; expected a run folder, a folder with W&B logs, or a W&B log.")
+        self.expected_nodes = _expected_nodes(self.place)  # 0 if unknown
         self.run_id = ""
-        self._all, self._ahead = _Reader(self), _Reader(Store())
-        self._looked = -math.inf
+        self._all = _FileReader(self)
+        self._newest = _FileReader(Store())  # without files, unless there is much to read
+        self._searched = -math.inf
 
     @property
     def damaged(self) -> int:
-        """Records and sample lines that could not be read."""
-        return sum(tail.damaged for tail in self._all.tails)
+        """Records and samples that cannot be read."""
+        return sum(file.damaged for file in self._all.files)
 
     @property
     def left(self) -> int:
-        """Bytes to read until everything is known."""
-        return sum(tail.left for tail in self._all.tails)
+        """Bytes that are not read yet."""
+        return sum(file.left for file in self._all.files)
 
     @property
     def source(self) -> str:
@@ -249,44 +269,47 @@ class Metrics(Store):
         return str(newest.relative_to(self.place)) if self.place in newest.parents else newest.name
 
     def poll(self) -> bool:
-        """Read what is there by now, a few MiB and some tens of milliseconds at most. True if anything was new."""
-        first = not self._all.tails
-        if time.monotonic() - self._looked > LOOK:
-            self._looked = time.monotonic()
-            self._find()
+        """Read what is new, a few MiB and some tens of milliseconds at most. True if there was anything."""
+        first = not self._all.files
+        if time.monotonic() - self._searched > SEARCH:
+            self._searched = time.monotonic()
+            self._find_files()
         new = self._all.poll()
-        if first and self.left > WINDOW:
-            self._look_ahead()
-        if self._ahead.tails:
-            ahead = self._ahead.store
-            new = self._ahead.poll() or new
-            self.newest = max(self.newest, ahead.newest)
-            self.exit_code = self.exit_code if ahead.exit_code is None else ahead.exit_code
-            self.nodes |= ahead.nodes
-            self.summary |= ahead.summary
+        if first and self.left > NEWEST:
+            self._newest = self._reader_of_the_end()
+        if self._newest.files:
+            new = self._poll_newest() or new
             if not (new and self.left):
-                self._ahead = _Reader(Store())
+                self._newest = _FileReader(Store())  # everything is read
         if not new:
-            self._looked = -math.inf
+            self._searched = -math.inf
+        return new
+
+    def _poll_newest(self) -> bool:
+        new, newest = self._newest.poll(), self._newest.store
+        self.newest = max(self.newest, newest.newest)
+        self.exit_code = self.exit_code if newest.exit_code is None else newest.exit_code
+        self.nodes |= newest.nodes
+        self.summary |= newest.summary
         return new
 
     def line(self, key: Key, points: int) -> tuple[Floats, Floats]:
-        """Steps and values of about `points` points, every extreme among them. Raises InputError as a Store does."""
-        ahead = self._ahead.store.series.get(key)
-        if ahead is None:
+        """Steps and values of about `points` points, with every extreme. Raises InputError for an unknown key."""
+        newest = self._newest.store.series.get(key)
+        if newest is None:
             return super().line(key, points)
-        x, y = ahead.thin(points)
-        before, known = self.series.get(key, ahead).thin(points)
-        behind = before < x.min(initial=np.inf)
-        return np.concatenate([before[behind], x]), np.concatenate([known[behind], y])
+        x, y = newest.thin(points)
+        old_x, old_y = self.series.get(key, newest).thin(points)
+        old = old_x < x.min(initial=np.inf)
+        return np.concatenate([old_x[old], x]), np.concatenate([old_y[old], y])
 
     def last(self, key: Key) -> float | None:
-        """The newest value, None where there is none."""
-        ahead = self._ahead.store.last(key)
-        return super().last(key) if ahead is None else ahead
+        """The newest value, or None."""
+        newest = self._newest.store.last(key)
+        return super().last(key) if newest is None else newest
 
-    def _find(self) -> None:
-        """Add logs of this run and files of nodes that are new."""
+    def _find_files(self) -> None:
+        """Add new logs of this run and new sample files."""
         logs = find_logs(self.place)
         if logs and not self.run_id:
             self.run_id = logs[-1].stem.removeprefix("run-")
@@ -297,20 +320,20 @@ class Metrics(Store):
             if path not in self._all.nodes:
                 self._all.nodes[path] = SampleFile(path)
 
-    def _look_ahead(self) -> None:
-        """Read the newest part of the newest log and of the samples, too, until everything else is read."""
-        stepped = self.step_name in self.series
-        self._ahead = _Reader(Store(self.step_name, skip=stepped))
-        for path, log in list(self._all.logs.items())[-1:] if stepped or len(self._all.logs) == 1 else ():
-            self._ahead.logs[path] = _Log(Tail(path, path.stat().st_size - WINDOW), log.host)
+    def _reader_of_the_end(self) -> _FileReader:
+        """A reader of the end of the newest log and of each sample file, into a store of its own."""
+        steps_are_logged = self.step_name in self.series
+        reader = _FileReader(Store(self.step_name, skip_until_step=steps_are_logged))
+        if steps_are_logged or len(self._all.logs) == 1:  # W&B's own steps of a later segment are not known yet
+            for path, log in list(self._all.logs.items())[-1:]:
+                reader.logs[path] = _Log(Tail(path, path.stat().st_size - NEWEST), log.host)
         for path in self._all.nodes:
-            self._ahead.nodes[path] = SampleFile(path, path.stat().st_size - CHUNK)
+            reader.nodes[path] = SampleFile(path, path.stat().st_size - CHUNK)
+        return reader
 
 
 def _expected_nodes(folder: Path) -> int:
     if not (folder / "run.json").is_file():
         return 0
-    from kit.slurm.run import Run
-
     run = Run(folder)
     return run.recipe.parallel.nodes if run.trains else 0

@@ -1,27 +1,74 @@
-"""Standing: what one run logged and how it is doing, as the board tells it. One thread keeps it; others may look."""
+"""RunStatus: state, progress and metrics of one run. The board's thread keeps it up to date; others may read it."""
 
 import math
-import threading
+import shutil
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kit import files
 from kit.errors import InputError, KitError
+from kit.forecast.timing import predict
+from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
-from kit.watch.metrics import WINDOW, Metrics, Store
+from kit.watch.background import Background
+from kit.watch.metrics import NEWEST, Metrics, Store
 from kit.watch.online import Online
 from kit.watch.wandb_log import find_logs
 
-ASK = 10.0  # seconds between questions to Slurm
+STATE_INTERVAL = 10.0  # seconds between questions to Slurm, and looks at the disk
+NO_ANSWER = 30.0  # seconds without an answer after which the board says so and waits no longer
 SILENT = 5.0  # seconds after which a node that samples once a second counts as silent
 STALE = 600.0  # seconds without a byte after which wandb, too, takes a run without an exit record for dead
 
 
-class Standing:
-    """A run, its folder, name or job id, a folder or file of W&B's, or "entity/project/run" on its server.
+class BoardState(StrEnum):
+    """States of runs that Slurm does not know; other states are those of `kit state` or of the W&B server."""
 
-    `look` finds and reads it. What is no run, or cannot be read, is told in `trouble`.
+    OPENING = "OPENING"  # not read yet
+    NO_RUN = "NO RUN"
+    UNKNOWN = "UNKNOWN"  # the state could not be determined
+    UNREADABLE = "UNREADABLE"  # the log cannot be read
+    WAITING = "WAITING"  # nothing is logged yet
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    STALE = "STALE"  # no exit record, and nothing was written for a long time
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Optimizer steps done and in all, and the seconds left; 0 where unknown."""
+
+    step: int = 0
+    steps: int = 0
+    seconds_left: float = 0.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is forecast for the run's recipe; 0 where unknown."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    mfu_per_token_s: float = 0.0  # model FLOPs utilisation (0 to 1) at one token a second of all ranks
+
+
+class DiskUsage(NamedTuple):
+    """Bytes of the file system of a run."""
+
+    total: int
+    used: int
+    free: int
+
+
+class RunStatus:
+    """A run, its folder, name or job id, a W&B log or folder, or "entity/project/run" on a W&B server.
+
+    Nothing is read before `update`. `refused` says why there is nothing to watch, `problem` what went wrong last.
     """
 
     def __init__(self, ref: str | Path | Run) -> None:
@@ -29,45 +76,59 @@ class Standing:
         self.run: Run | None = None
         self.folder: Path | None = None  # None for a run on a server
         self.metrics: Store = Store()
-        self.state, self.cause, self.over = "OPENING", "", False
-        self.refused = ""  # why there is nothing to watch
-        self.trouble = ""
-        self.note = ""  # what else there is to tell
-        self._asked = -math.inf
-        self._asker: threading.Thread | None = None
+        self.state: str = BoardState.OPENING
+        self.cause = ""
+        self.over = False  # nothing more will come
+        self.refused = self.problem = self.note = ""
+        self.progress = Progress()
+        self.disk: Background[DiskUsage] | None = (
+            None  # in the background, as statvfs never returns on a dead NFS mount
+        )
+        self._slurm: Background[RunState] | None = None
 
     @property
     def title(self) -> str:
-        """The run's own name."""
-        if self.folder is None or self.folder.is_dir():
-            return self.folder.name if self.folder else str(self.ref)
-        return self.folder.stem.removeprefix("run-")
+        """The run's name."""
+        if self.folder is None:
+            return str(self.ref)
+        return self.folder.stem.removeprefix("run-") if self.folder.suffix == ".wandb" else self.folder.name
 
     @property
     def settled(self) -> bool:
-        """Whether someone has told how the run is, be it that nobody can."""
+        """True once the state is known, or known to be unknowable for now."""
         if isinstance(self.metrics, Online):
             return bool(self.metrics.state or self.metrics.problem)
-        return self.over or self.state != "OPENING"
+        slow = self._slurm is not None and self._slurm.waiting > NO_ANSWER
+        return self.over or self.state != BoardState.OPENING or bool(self.problem) or slow
 
-    def look(self) -> bool:
-        """Read what is there by now, some tens of milliseconds at most. True if anything was new."""
-        self.trouble, new = "", False
+    @property
+    def catching_up(self) -> bool:
+        """True while the newest samples may not be read yet."""
+        return isinstance(self.metrics, Metrics) and self.metrics.left > NEWEST
+
+    def update(self) -> bool:
+        """Read what is new, some tens of milliseconds at most. True if there was anything. Never raises."""
+        new = False
         try:
-            if self.state == "OPENING" and self.folder is None and not isinstance(self.metrics, Online):
+            if self.state == BoardState.OPENING and not isinstance(self.metrics, Metrics | Online):
                 self._open()
-            new = self.metrics.poll() if isinstance(self.metrics, Metrics | Online) else False
-            if not new or self.state == "OPENING":
+            if isinstance(self.metrics, Metrics | Online):
+                new = self.metrics.poll()
+            if not new or self.state == BoardState.OPENING:
                 self._judge()
+            if self.disk is not None:
+                self.disk.refresh()
+            self.progress = self._progress()
+            self.problem = ""
         except InputError as error:
-            self.state, self.over, self.refused = "NO RUN", True, str(error)
-        except Exception as error:  # told, not raised: whoever watches goes on
-            self.trouble = f"{type(error).__name__}: {error}"
+            self.state, self.over, self.refused = BoardState.NO_RUN, True, str(error)
+        except Exception as error:  # the board goes on and shows it
+            self.problem = f"{type(error).__name__}: {error}"
         return new
 
     def _open(self) -> None:
         ref = self.ref
-        if isinstance(ref, str) and ref.count("/") == 2 and not Path(ref).exists() and not ref.startswith(("/", ".")):
+        if isinstance(ref, str) and _is_online(ref):
             self.metrics = Online(ref)
             return
         place = ref.path if isinstance(ref, Run) else Path(ref)
@@ -75,125 +136,153 @@ class Standing:
             self.run = Run.attach(ref)
             place = self.run.path
         elif place.is_dir() and not find_logs(place) and not (place / "wandb").is_dir():
-            raise InputError(f"{place} is neither a run (it has no run.json) nor does it hold a wandb folder.")
-        self.folder, self.metrics = place.absolute(), Metrics(place.absolute())
+            raise InputError(f"{place} is not a run (it has no run.json) and has no wandb folder.")
+        self.metrics = Metrics(place.absolute())
+        self.folder = folder = place.absolute()
+        self.disk = Background(lambda: DiskUsage(*shutil.disk_usage(folder)), STATE_INTERVAL)
 
     def _judge(self) -> None:
         if self.run is not None:
-            if time.monotonic() - self._asked > ASK and self._asker is None:
-                self._asker = threading.Thread(target=self._ask, args=(self.run,), daemon=True)  # Slurm may be slow
-                self._asker.start()
+            self._judge_by_slurm(self.run)
         elif isinstance(self.metrics, Online):
-            self.state = self.metrics.state.upper() or "OPENING"
+            self.state = self.metrics.state.upper() or BoardState.OPENING
             self.over = self.metrics.exit_code is not None
         elif self.folder is not None:
             self._judge_by_log(self.folder)
 
-    def _ask(self, run: Run) -> None:
-        try:
-            found = run.state
-            self.cause, self.over, self.state = found.cause, found.ended, str(found.state)
-        except (KitError, OSError) as error:
-            self.state, self.cause = "UNKNOWN", str(error)
-        self._asked, self._asker = time.monotonic(), None
+    def _judge_by_slurm(self, run: Run) -> None:
+        self._slurm = self._slurm or Background(lambda: run.state, STATE_INTERVAL)
+        self._slurm.refresh()
+        if self._slurm.error is not None:
+            error = self._slurm.error
+            known = isinstance(error, KitError | OSError)
+            self.state, self.cause = BoardState.UNKNOWN, str(error) if known else f"{type(error).__name__}: {error}"
+        elif self._slurm.value is not None:
+            found = self._slurm.value
+            self.state, self.cause, self.over = found.state, found.cause, found.ended
 
     def _judge_by_log(self, folder: Path) -> None:
-        """The state of a run that is known by its W&B log alone."""
+        """The state of a run of which there is only a W&B log."""
         code, logs = self.metrics.exit_code, find_logs(folder)
         age = time.time() - max((log.stat().st_mtime for log in logs), default=math.inf)
         self.cause = ""
         if code is not None:
-            self.state, self.cause = ("FAILED", f"exit code {code}") if code else ("FINISHED", "")
+            self.state = BoardState.FAILED if code else BoardState.FINISHED
+            self.cause = f"exit code {code}" if code else ""
         elif self.metrics.problem:
-            self.state = "UNREADABLE"
+            self.state = BoardState.UNREADABLE
         elif age > STALE:
-            self.state, self.cause = "STALE", f"nothing was written for {duration(age)}"
+            self.state, self.cause = BoardState.STALE, f"nothing was written for {coarse_duration(age)}"
         else:
-            self.state = "RUNNING" if logs else "WAITING"
-        self.over = self.state in ("FINISHED", "FAILED", "STALE")
+            self.state = BoardState.RUNNING if logs else BoardState.WAITING
+        self.over = self.state in (BoardState.FINISHED, BoardState.FAILED, BoardState.STALE)
 
     @cached_property
-    def forecast(self) -> tuple[int, float, float]:
-        """(optimizer steps, seconds a step, MFU at one token a second) as forecast for its recipe; 0 where unknown."""
+    def forecast(self) -> Forecast:
+        """The forecast for the run's recipe."""
         if self.run is None or not (self.run.path / "recipe.toml").is_file():
-            return 0, 0.0, 0.0
-        from kit.forecast.timing import predict
-
+            return Forecast()
         manifest = Path(self.run.info.get("dataset", ""), "manifest.json")
         try:
             recipe = self.run.recipe
-            told = predict(recipe, self.run.cluster, files.read_json(manifest) if manifest.is_file() else None).time
-        except InputError:  # a family of models that the forecast does not know
-            return 0, 0.0, 0.0
-        pace = (told.tokens_per_s_per_gpu or 0.0) * recipe.world_size
-        return told.optimizer_steps or 0, told.step_s or 0.0, (told.mfu or 0.0) / pace if pace else 0.0
+            found = predict(recipe, self.run.cluster, files.read_json(manifest) if manifest.is_file() else None).time
+        except KitError:  # such as a family of models that the forecast does not know
+            return Forecast()
+        tokens_per_s = (found.tokens_per_s_per_gpu or 0.0) * recipe.world_size
+        mfu = (found.mfu or 0.0) / tokens_per_s if tokens_per_s else 0.0
+        return Forecast(found.optimizer_steps or 0, found.step_s or 0.0, mfu)
 
-    def progress(self) -> tuple[int, int, float]:
-        """(optimizer steps done, steps in all, seconds left): as the job tells, or at its pace so far, or as forecast.
-
-        The last two are 0 where nobody knows.
-        """
-        done = int(self.metrics.last(self.metrics.step_name) or 0)
+    def _progress(self) -> Progress:
+        """From the job's own report, else at its pace so far, else as forecast."""
+        step = int(self.metrics.last(self.metrics.step_name) or 0)
         path = self.folder / "state" / "progress.json" if self.folder else None
         if path and path.is_file():
-            told = files.read_json(path)
-            return max(done, told["step"]), told["max_steps"], told["eta_s"] - (time.time() - path.stat().st_mtime)
-        steps, pace, _ = self.forecast
-        planned = self.metrics.config.get("max_steps")  # as the Trainer of transformers tells W&B
-        steps = planned if isinstance(planned, int) and planned > 0 else steps
+            report = files.read_json(path)
+            age = time.time() - path.stat().st_mtime
+            return Progress(max(step, report["step"]), report["max_steps"], report["eta_s"] - age)
+        planned = self.metrics.config.get("max_steps")  # as the Trainer of transformers reports it to W&B
+        steps = planned if isinstance(planned, int) and planned > 0 else self.forecast.steps
+        step_s = self.forecast.step_s
         times = self.metrics.series.get("_timestamp")
         if times and times.steps[-1] > times.steps[0]:
-            pace = (times.values[-1] - times.values[0]) / (times.steps[-1] - times.steps[0])
-        return done, steps, max(0.0, pace * (steps - done))
+            step_s = (times.values[-1] - times.values[0]) / (times.steps[-1] - times.steps[0])
+        return Progress(step, steps, max(0.0, step_s * (steps - step)))
 
-    def silent(self) -> dict[str, float]:
-        """Nodes that have stopped sampling, and for how many seconds; at its end, of a run that is over."""
-        newest = max(self.metrics.nodes.values(), default=0.0) if self.over else time.time()
-        return {node: newest - t for node, t in sorted(self.metrics.nodes.items()) if newest - t > SILENT}
+    def silent_nodes(self) -> dict[str, float]:
+        """Nodes that have stopped sampling, and seconds since; for a run that is over, at the time of its end."""
+        nodes = dict(self.metrics.nodes)
+        now = max(nodes.values(), default=0.0) if self.over else time.time()
+        return {node: now - newest for node, newest in sorted(nodes.items()) if now - newest > SILENT}
 
-    def status(self) -> str:
-        """State, step, age of the newest row, time left, nodes, damage, source, and what is wrong."""
+    def line(self) -> str:
+        """One line: state, step, age of the newest row, time left, nodes, damage, source, and what is wrong."""
         if self.refused:
             return self.refused
-        metrics, (step, steps, left) = self.metrics, self.progress()
+        metrics, progress = self.metrics, self.progress
         facts = [self.state.lower() + (f" ({self.cause})" if self.cause else "")]
-        if step or steps:
-            facts.append(f"step {step:,}" + (f" of {steps:,}" if steps else ""))
-        facts.append(f"newest row {duration(time.time() - metrics.newest)} ago" if metrics.newest else "no row yet")
-        if left > 0 and not self.over:
-            facts.append(f"about {duration(left)} left")
-        facts += self._nodes() + self._source()
-        return " · ".join(facts + [text for text in (metrics.problem, self.trouble, self.note) if text])
+        if progress.step or progress.steps:
+            facts.append(f"step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else ""))
+        age = coarse_duration(time.time() - metrics.newest)
+        facts.append(f"newest row {age} ago" if metrics.newest else "no row yet")
+        if progress.seconds_left > 0 and not self.over:
+            facts.append(f"about {coarse_duration(progress.seconds_left)} left")
+        facts += self._node_facts() + self._source_facts()
+        if self._slurm is not None and self._slurm.waiting > NO_ANSWER:
+            facts.append(f"no answer about the job for {coarse_duration(self._slurm.waiting)}")
+        return " · ".join(facts + [text for text in (metrics.problem, self.problem, self.note) if text])
 
-    def _nodes(self) -> list[str]:
-        nodes, silent = self.metrics.nodes, self.silent()
-        expected = self.metrics.expected if isinstance(self.metrics, Metrics) else 0
+    def _node_facts(self) -> list[str]:
+        nodes, silent = self.metrics.nodes, self.silent_nodes()
+        expected = self.metrics.expected_nodes if isinstance(self.metrics, Metrics) else 0
         if not nodes and not expected:
             return []
         verb = "reported" if self.over else "reporting"
-        names = ", ".join(f"{node} silent for {duration(age)}" for node, age in silent.items())
-        told = f"{len(nodes) - len(silent)} of {max(expected, len(nodes))} nodes {verb}"
-        return [told + (f" ({names})" if names else "")]
+        fact = f"{len(nodes) - len(silent)} of {max(expected, len(nodes))} nodes {verb}"
+        names = ", ".join(f"{node} silent for {coarse_duration(age)}" for node, age in silent.items())
+        return [f"{fact} ({names})" if names else fact]
 
-    def _source(self) -> list[str]:
+    def _source_facts(self) -> list[str]:
         metrics = self.metrics
         if isinstance(metrics, Online):
             return [text for text in (metrics.sampled, f"from {metrics.source}") if text]
         if not isinstance(metrics, Metrics):
             return []
-        left = [f"{metrics.left / 1e6:,.0f} MB still to read"] if metrics.left > WINDOW else []
+        left = [f"{metrics.left / 1e6:,.0f} MB still to read"] if self.catching_up else []
         source = f"from {Path(metrics.source).name}" if metrics.source else "no W&B log yet"
         return [*left, f"{metrics.damaged} damaged records", source]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The status as JSON-ready values."""
+        metrics, progress = self.metrics, self.progress
+        return {
+            "run": self.title,
+            "state": self.state,
+            "cause": self.cause,
+            "step": progress.step,
+            "steps": progress.steps or None,
+            "seconds_left": progress.seconds_left if progress.seconds_left > 0 and not self.over else None,
+            "newest_row_age_s": time.time() - metrics.newest if metrics.newest else None,
+            "nodes": sorted(metrics.nodes),
+            "silent_nodes": self.silent_nodes(),
+            "damaged_records": metrics.damaged if isinstance(metrics, Metrics) else 0,
+            "problem": self.refused or metrics.problem or self.problem or None,
+        }
+
     def close(self) -> None:
-        """End the process that asks a server."""
+        """Stop reading from a server."""
         if isinstance(self.metrics, Online):
             self.metrics.close()
 
 
-def duration(seconds: float) -> str:
-    """In the unit that a person would take: 42 s, 12 min, 3.5 h, 2 days."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{1 if unit == 'h' else 0}f} {unit}"
-    return f"{seconds:.0f} s"
+def _is_online(ref: str) -> bool:
+    """Whether it is written as entity/project/run, and is not a path that exists."""
+    return ref.count("/") == 2 and not ref.startswith(("/", ".")) and not Path(ref).exists()
+
+
+def coarse_duration(seconds: float) -> str:
+    """A duration in one unit, as status lines show it: 42 s, 12 min, 3.5 h, 2 days."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.0f} days"
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

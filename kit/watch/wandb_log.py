@@ -2,8 +2,8 @@
 
 The format is that of wandb's core/internal/transactionlog and core/pkg/leveldb/record.go: seven bytes of file header,
 then LevelDB's log framing in blocks of 32 KiB counted from byte 0. A chunk is crc32 (over type and payload) u32, length
-u16, type u8, payload; less than seven bytes at a block's end are padding. One or more chunks make a record, a protobuf
-`wandb_internal.Record` (wandb/proto/wandb_internal.proto), of which only what is shown is decoded.
+u16, type u8, payload; less than seven bytes at the end of a block are padding. One or more chunks make a record, a
+protobuf `wandb_internal.Record` (wandb/proto/wandb_internal.proto), of which only what is shown is decoded.
 """
 
 import glob
@@ -14,6 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,66 +22,87 @@ from typing import Any, NamedTuple
 from kit.errors import KitError
 
 BLOCK = 32768
-READ = 32 * BLOCK  # bytes a poll: some 20 ms of work, so that whoever polls can do other things in between
+READ = 32 * BLOCK  # bytes a poll: about 20 ms of work, so that the caller can do other things in between
 MAGIC, VERSION = b":W&B\xe1\xbe", 0
 HEADER = struct.Struct("<IHB")
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-_CHUNK_KIND = re.compile(rb"[\x01-\x04]")
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # chunk types
+HISTORY_FIELD = b"\x12"  # tag of Record.history, field 2
+PATIENCE = 30.0  # seconds that zeros may be pages on their way
+_CHUNK_TYPE = re.compile(rb"[\x01-\x04]")
 HOLE = bytes(64)  # NFS shows pages that have not arrived as zeros; records are text and never hold that many
-_SEGMENT = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
+_RUN_FOLDER = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
+
+
+class Kind(StrEnum):
+    """The kinds of records that are decoded."""
+
+    HISTORY = "history"  # logged rows
+    SUMMARY = "summary"
+    CONFIG = "config"
+    STATS = "stats"  # a sample of wandb's own system metrics
+    METRIC = "metric"  # define_metric()
+    RUN = "run"
+    EXIT = "exit"
 
 
 class Record(NamedTuple):
-    """What a record says, by its kind: summary, config, stats, metric, run or exit.
+    """A decoded record. HISTORY is several rows of the same names, in order: a list of JSON texts for each name."""
 
-    "history" is many: logged rows of the same names, in order, as each name's values in JSON texts.
-    """
-
-    kind: str
+    kind: Kind
     values: dict[str, Any]
 
 
 def find_logs(place: Path) -> list[Path]:
-    """Logs in a folder, its wandb/ or its wandb/wandb/, oldest first: the folders of runs are named by start time.
+    """The logs in a folder, its wandb/ or its wandb/wandb/, oldest first.
 
-    A log itself, or the folder of one segment of a run, stands for all segments of that run.
+    A log, or the folder of one segment of a run, stands for all segments of that run.
     """
-    log = place if place.is_file() else next(place.glob("run-*.wandb"), None) if _SEGMENT.match(place.name) else None
+    log = _log_of(place)
     name = glob.escape(log.name) if log else "run-*.wandb"
-    folder = log.parent.parent if log and _SEGMENT.match(log.parent.name) else log.parent if log else place
-    places = (folder, folder / "wandb", folder / "wandb" / "wandb")
-    found = {log for one in places for run in (one, *one.glob("*run-*")) for log in run.glob(name)}
+    folder = place
+    if log:
+        folder = log.parent.parent if _RUN_FOLDER.match(log.parent.name) else log.parent
+    parents = (folder, folder / "wandb", folder / "wandb" / "wandb")
+    found = {log for parent in parents for run in (parent, *parent.glob("*run-*")) for log in run.glob(name)}
+    # Run folders are named by start time.
     return sorted(found, key=lambda log: (log.parent.name.rpartition("run-")[2], log))
 
 
-class Tail:
-    """Reads what was appended since the last poll. Counts `records` seen and `damaged` ones.
+def _log_of(place: Path) -> Path | None:
+    if place.is_file():
+        return place
+    return next(place.glob("run-*.wandb"), None) if _RUN_FOLDER.match(place.name) else None
 
-    It starts at the first block that begins at the byte `start` or behind it. A chunk cut off by the end of the file is
-    waited for. A damaged one is passed over as soon as a whole chunk is found behind it; if zeros lie between, they may
-    be pages on their way, so that takes `patience` seconds.
+
+class Tail:
+    """Reads what was appended to a log since the last poll. Counts `records` seen and `damaged` ones.
+
+    It starts at the first block that begins at the byte `start` or behind it. A chunk that is cut off by the end of the
+    file is left for later. A damaged chunk is skipped as soon as a complete one is found behind it; zeros in between
+    may be pages that NFS has not brought yet, so then only after `patience` seconds.
     """
 
-    def __init__(self, path: str | Path, start: int = 0, patience: float = 30.0) -> None:
+    def __init__(self, path: str | Path, start: int = 0, patience: float = PATIENCE) -> None:
         self.path = Path(path)
         self.records = 0
         self.damaged = 0
-        self.left = self.path.stat().st_size if self.path.exists() else 0  # bytes not read, at the last look
+        self.left = self.path.stat().st_size if self.path.exists() else 0  # bytes not read, at the last poll
         self.patience = patience
         self._offset = -(-max(0, start) // BLOCK) * BLOCK
-        self._parts: list[bytes] = []
-        self._hole = (-1, 0.0)  # where zeros are waited for, and since when
+        self._parts: list[bytes] = []  # payloads of a record that is not complete
+        self._hole = -1  # offset of the zeros that are waited for
+        self._hole_since = 0.0
 
     def poll(self) -> list[Record]:
-        """What the next READ bytes hold; nothing when nothing new is whole. Raises KitError if it is no log, OSError.
+        """The records in the next READ bytes. Raises KitError if the file is not a W&B log, OSError if unreadable.
 
-        wandb writes summaries with every row; what they come to is one record at the end.
+        wandb writes a summary with every row; these are merged into one record at the end.
         """
         base, data, age = self._read()
         if len(data) < 7:
             return []
         if self._offset == 0:
-            self._offset = self._begin(data)
+            self._offset = self._check_header(data)
         at, records = self._offset - base, []
         while True:
             if at % BLOCK > BLOCK - 7:
@@ -89,7 +111,8 @@ class Tail:
                 break
             end = _chunk_end(data, at)
             if not 0 < end <= len(data):
-                if not (end := self._next_chunk(data, at, base, age)):
+                end = self._next_chunk(data, at, base, age)
+                if not end:
                     break
                 self.damaged += 1
                 self._parts = []
@@ -115,82 +138,108 @@ class Tail:
         except FileNotFoundError:
             return 0, b"", 0.0
 
-    def _begin(self, data: bytes) -> int:
+    def _check_header(self, data: bytes) -> int:
+        """The size of the file header."""
         if not data.startswith(MAGIC):
-            raise KitError(f"{self.path} starts with {data[:7]!r}, not as a W&B log does.")
+            raise KitError(f"{self.path} is not a W&B log: it starts with {data[:7]!r} instead of {MAGIC!r}.")
         if data[6] != VERSION:
-            raise KitError(f"{self.path} is a W&B log of version {data[6]}; only version {VERSION} is known here.")
+            raise KitError(f"{self.path} is a W&B log of version {data[6]}; only version {VERSION} can be read.")
         return 7
 
     def _next_chunk(self, data: bytes, at: int, base: int, age: float) -> int:
-        """Where the first whole chunk behind the damage at `at` starts; 0 to wait for more."""
-        starts = (match.start() - 6 for match in _CHUNK_KIND.finditer(data, at + 7))
-        whole = (start for start in starts if 0 < _chunk_end(data, start) <= len(data))
-        found = next(whole, READ if len(data) == READ else 0)
+        """Where the first complete chunk behind the damage at `at` starts; 0 to wait for more."""
+        starts = (match.start() - 6 for match in _CHUNK_TYPE.finditer(data, at + 7))
+        complete = (start for start in starts if 0 < _chunk_end(data, start) <= len(data))
+        found = next(complete, READ if len(data) == READ else 0)
         if found and HOLE in data[at:found]:
-            if self._hole[0] != base + at:
-                self._hole = (base + at, time.monotonic())
-            if max(age, time.monotonic() - self._hole[1]) < self.patience:
+            if self._hole != base + at:
+                self._hole, self._hole_since = base + at, time.monotonic()
+            if max(age, time.monotonic() - self._hole_since) < self.patience:
                 return 0
         return found
 
-    def _join(self, kind: int, payload: bytes) -> list[bytes]:
-        """The record of several chunks, if this one completes it."""
-        if kind == FIRST:
+    def _join(self, chunk_type: int, payload: bytes) -> list[bytes]:
+        """The record that this chunk completes, if it does."""
+        if chunk_type == FIRST:
             self._parts = []
         elif not self._parts:
             return []  # its beginning was lost with a damaged chunk
         self._parts.append(payload)
-        if kind != LAST:
+        if chunk_type != LAST:
             return []
         record, self._parts = b"".join(self._parts), []
         return [record]
 
     def _decode(self, records: list[bytes]) -> list[Record]:
-        """Rows of the same names together, and the summary that all of these records make."""
         self.records += len(records)
-        found: list[Record] = []
-        columns: dict[str, list[bytes]] = {}
-        summary: dict[str, bytes] = {}
-        last = coming = b""  # a summary comes before the row that it mirrors; of rows of the same names the last counts
+        batch = _Batch()
         for record in records:
             try:
-                head = _ROW.match(record)
-                if head is None:
-                    for other in decode(record):
-                        if other.kind == "summary":
-                            summary |= _summary(last) | other.values
-                            last = b""
-                        else:
-                            found.append(other)
-                            columns = {}
-                elif head[1] == b"\x12":
-                    row = _items(record, head)
-                    if row.keys() == columns.keys():
-                        for name, text in row.items():
-                            columns[name].append(text)
-                    else:
-                        columns = {name: [text] for name, text in row.items()}
-                        found.append(Record("history", columns))
-                        summary |= _summary(last)
-                    last = coming
-                elif b"_step\x82\x01" in record:
-                    coming = record
-                elif b"\x06_wandb" not in record:  # the seconds since the start, with every row
-                    summary |= _summary(record)
+                batch.add(record)
             except (ValueError, LookupError, TypeError, AttributeError):
                 self.damaged += 1
-        summary |= _summary(last) | _summary(coming)
-        return [*found, Record("summary", _values(summary.items()))] if summary else found
+        return batch.finish()
+
+
+class _Batch:
+    """Decodes the records of one poll: joins rows of the same names, and merges summaries.
+
+    The SDK writes each row with a summary before it that has the same items; of a series of rows with the same names
+    only the items of the last one count for the summary, so only that one is decoded.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Record] = []
+        self.columns: dict[str, list[bytes]] = {}  # of the newest HISTORY record
+        self.summary: dict[str, bytes] = {}  # JSON texts
+        self.last_summary = b""  # of the row before
+        self.next_summary = b""  # of the row that comes
+
+    def add(self, record: bytes) -> None:
+        """Decode one record. Raises ValueError, LookupError, TypeError or AttributeError if it is damaged."""
+        head = _ROW.match(record)
+        if head is None:
+            self._add_other(record)
+        elif head[1] == HISTORY_FIELD:
+            self._add_row(_items(record, head))
+        elif b"_step\x82\x01" in record:
+            self.next_summary = record
+        elif b"\x06_wandb" not in record:  # that one holds only the seconds since the start, and comes with every row
+            self.summary |= _summary(record)
+
+    def _add_row(self, row: dict[str, bytes]) -> None:
+        if row.keys() == self.columns.keys():
+            for name, text in row.items():
+                self.columns[name].append(text)
+        else:
+            self.columns = {name: [text] for name, text in row.items()}
+            self.found.append(Record(Kind.HISTORY, self.columns))
+            self.summary |= _summary(self.last_summary)
+        self.last_summary = self.next_summary
+
+    def _add_other(self, record: bytes) -> None:
+        for other in decode(record):
+            if other.kind == Kind.SUMMARY:
+                self.summary |= _summary(self.last_summary) | other.values
+                self.last_summary = b""
+            else:
+                self.found.append(other)
+                self.columns = {}
+
+    def finish(self) -> list[Record]:
+        """All records, and the summary that they make as the last one."""
+        self.summary |= _summary(self.last_summary) | _summary(self.next_summary)
+        summary = [Record(Kind.SUMMARY, _parse_values(self.summary.items()))] if self.summary else []
+        return self.found + summary
 
 
 def _chunk_end(data: bytes, at: int) -> int:
-    """Where the chunk ends: past the data if its rest is not there yet, 0 if it is damaged. `data` starts a block."""
+    """Where the chunk ends: past the data if it is not complete, 0 if it is damaged. `data` starts a block."""
     if at + 7 > len(data):
         return at + 7
-    crc, size, kind = HEADER.unpack_from(data, at)
+    crc, size, chunk_type = HEADER.unpack_from(data, at)
     end: int = at + 7 + size
-    fits = FULL <= kind <= LAST and end <= at - at % BLOCK + BLOCK
+    fits = FULL <= chunk_type <= LAST and end <= at - at % BLOCK + BLOCK
     return end if fits and (end > len(data) or zlib.crc32(data[at + 6 : end]) == crc) else 0
 
 
@@ -216,7 +265,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     return value | byte << shift, at + 1
 
 
-# A row or its summary, nearly all of a log: Record.num, then field 2 or 3 and its size. (Others may begin with more.)
+# A row or its summary, which is nearly all of a log: Record.num, then field 2 or 3 and its size.
 _ROW = re.compile(rb"\x08[\x80-\xff]*[\x00-\x7f]([\x12\x1a])[\x80-\xff]*[\x00-\x7f]")
 # An item: a key, field 1, or the parts of a nested one, fields 2, and its JSON text, field 16, whose tag ends the key.
 # No JSON holds control characters, so there are as many items as tags, unless sizes take three bytes or look like one.
@@ -225,16 +274,17 @@ _ITEM = re.compile(rb"\x0a%b([\x0a\x12][^\x82]+)\x82\x01%b([^\x00-\x1f]*)" % (_S
 
 
 def _items(record: bytes, head: "re.Match[bytes]") -> dict[str, bytes]:
-    """Names and JSON texts of the row behind that head; wandb shuffles them. Nearly all rows go the fast way."""
+    """Names and JSON texts of the row behind that head, in the order of the log: wandb shuffles them."""
     found = _ITEM.findall(record, head.end())
-    if len(found) == record.count(b"\x82\x01", head.end()):
+    if len(found) == record.count(b"\x82\x01", head.end()):  # the fast way, taken by nearly all rows
         return {_name(key): text for key, text in found}
     size, start = _varint(record, head.end(1))
     return dict(_pairs(record[start : start + size], 1))
 
 
 def _summary(record: bytes) -> dict[str, bytes]:
-    return _items(record, head) if (head := _ROW.match(record)) else {}
+    head = _ROW.match(record)
+    return _items(record, head) if head else {}
 
 
 @lru_cache(4096)
@@ -249,7 +299,7 @@ def _pairs(message: bytes, number: int) -> Iterator[tuple[str, bytes]]:
         yield _name.__wrapped__(item), dict(_fields(item)).get(16, b"null")
 
 
-def _values(pairs: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
+def _parse_values(pairs: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
     return {name: json.loads(text) for name, text in pairs}
 
 
@@ -264,7 +314,7 @@ def _texts(message: bytes, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _config(message: bytes) -> dict[str, Any]:
-    return {"config": _values(_pairs(dict(_fields(message)).get(4, b""), 1))}
+    return {"config": _parse_values(_pairs(dict(_fields(message)).get(4, b""), 1))}
 
 
 def _exit(message: bytes) -> dict[str, Any]:
@@ -272,18 +322,22 @@ def _exit(message: bytes) -> dict[str, Any]:
     return {"exit_code": code - (1 << 64) if code >> 63 else code}
 
 
-_KINDS: dict[int, tuple[str, Callable[[bytes], dict[str, Any]]]] = {
-    2: ("history", lambda message: {name: [text] for name, text in _pairs(message, 1)}),
-    3: ("summary", lambda message: dict(_pairs(message, 1))),
-    5: ("config", lambda message: _values(_pairs(message, 1))),
-    7: ("stats", lambda message: {"_timestamp": _time(message)} | _values(_pairs(message, 3))),
-    12: ("metric", lambda message: _texts(message, {2: "glob", 4: "step"})),
-    17: ("run", lambda message: _texts(message, {1: "id", 2: "entity", 3: "project", 13: "host"}) | _config(message)),
-    18: ("exit", _exit),
+RUN_FIELDS = {1: "id", 2: "entity", 3: "project", 13: "host"}
+_KINDS: dict[int, tuple[Kind, Callable[[bytes], dict[str, Any]]]] = {
+    2: (Kind.HISTORY, lambda message: {name: [text] for name, text in _pairs(message, 1)}),
+    3: (Kind.SUMMARY, lambda message: dict(_pairs(message, 1))),
+    5: (Kind.CONFIG, lambda message: _parse_values(_pairs(message, 1))),
+    7: (Kind.STATS, lambda message: {"_timestamp": _time(message)} | _parse_values(_pairs(message, 3))),
+    12: (Kind.METRIC, lambda message: _texts(message, {2: "glob", 4: "step"})),
+    17: (
+        Kind.RUN,
+        lambda message: _texts(message, {1: "id", 2: "entity", 3: "project", 13: "host"}) | _config(message),
+    ),
+    18: (Kind.EXIT, _exit),
 }
 
 
 def decode(record: bytes) -> list[Record]:
-    """The record, if it is of a kind that is read here; a summary still as JSON texts."""
+    """The record as Records of the kinds that are read here; a summary as JSON texts."""
     known = [(*_KINDS[field], message) for field, message in _fields(record) if field in _KINDS]
     return [Record(kind, read(message)) for kind, read, message in known]

@@ -20,10 +20,10 @@ import papermill
 from jupyter_client.manager import start_new_kernel
 from playwright.sync_api import sync_playwright
 
-from kit.watch import panels
+from kit.watch import panels, picture
 from kit.watch.metrics import Metrics
 from kit.watch.series import Series
-from kit.watch.status import Standing
+from kit.watch.status import RunStatus
 from tests.benchmarks import metrics as logs
 from tests.watch import test_board, test_browser
 
@@ -74,7 +74,7 @@ def hear(client, true):
 def drawn(message):
     """Whether it brings lines, as the widget's first state or as a picture."""
     data = message["content"].get("data", {})
-    whole = message["msg_type"] == "comm_open" and data["state"].get("whole")
+    whole = message["msg_type"] == "comm_open" and data["state"].get("complete")
     known = any(panel["lines"] for panel in whole["panels"]) if whole else False
     return known or 'stroke-width="1.5"' in data.get("image/svg+xml", "")
 
@@ -110,19 +110,19 @@ def long_log(rows):
 
 def tick():
     """All that is done for an update, of 20 series of a million points each, while each grows."""
-    standing, names = Standing("x"), [f"metric/{i}" for i in range(20)]
-    standing.state = "RUNNING"
+    status, names = RunStatus("x"), [f"metric/{i}" for i in range(20)]
+    status.state = "RUNNING"
     for i, name in enumerate(names):
-        standing.metrics.series[name] = Series.empty()
-        standing.metrics.series[name].extend(array("d", range(1_000_000)), array("d", np.sin(np.arange(1e6) * i)))
+        status.metrics.series[name] = Series.empty()
+        status.metrics.series[name].extend(array("d", range(1_000_000)), array("d", np.sin(np.arange(1e6) * i)))
     times, cpu, sizes, before = [], [], [], {"panels": []}
     for step in range(40):
         for name in names:
-            standing.metrics.series[name].extend(array("d", [1e6 + step]), array("d", [0.5]))
+            status.metrics.series[name].extend(array("d", [1e6 + step]), array("d", [0.5]))
         start, began = time.perf_counter(), time.thread_time()
-        charts = panels.charts([standing], panels.View(), names)
-        now = {"panels": [panels.plain(chart) for chart in charts]}
-        told = panels.delta(before, now, step // 4 % 20 if step % 4 == 0 else -1)
+        charts = panels.charts([status], panels.View(), names)
+        now = {"panels": [picture.chart_as_json(chart) for chart in charts]}
+        told = picture.delta(before, now, step // 4 % 20 if step % 4 == 0 else -1)
         times.append(1e3 * (time.perf_counter() - start))
         cpu.append(1e3 * (time.thread_time() - began))
         sizes.append(len(json.dumps(told)) / 1e3)
@@ -143,14 +143,14 @@ def updates():
         Path(folder, "wandb").mkdir()
         for second in range(600):
             test_browser.sample(Path(folder), hosts, 1e9 + second)
-        standing, sizes, before = Standing(folder), [], {"panels": []}
+        status, sizes, before = RunStatus(folder), [], {"panels": []}
         for second in range(600, 660):
             test_browser.sample(Path(folder), hosts, 1e9 + second)
-            while standing.look():
+            while status.update():
                 pass
-            now = {"panels": [panels.plain(chart) for chart in panels.charts([standing], panels.View())]}
+            now = {"panels": [picture.chart_as_json(chart) for chart in panels.charts([status], panels.View())]}
             anew = second // 4 % len(now["panels"]) if second % 4 == 0 else -1
-            sizes.append(len(json.dumps(panels.delta(before, now, anew))) / 1e3)
+            sizes.append(len(json.dumps(picture.delta(before, now, anew))) / 1e3)
             before = now
         return {"first_update_kb": round(sizes[0], 1), "update_kb": spread(sizes[1:])}
 

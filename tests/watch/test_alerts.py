@@ -7,9 +7,9 @@ import time
 import pytest
 
 from kit.watch import alerts
-from kit.watch.alerts import tell
+from kit.watch.alerts import run_command
 from kit.watch.board import watch
-from kit.watch.status import Standing
+from kit.watch.status import RunStatus
 from tests.watch.test_board import line, log, steps, until
 
 GB = 10**9
@@ -17,10 +17,10 @@ GB = 10**9
 
 def warned(folder):
     """The alerts of what is in the folder now."""
-    standing = Standing(folder)
-    while standing.look() or not standing.settled:
+    status = RunStatus(folder)
+    while status.update() or not status.settled or not status.disk.answered:
         pass
-    return [text for _, text in alerts.alerts(standing)]
+    return [text for _, text in alerts.find_alerts(status)]
 
 
 def running(folder, rows):
@@ -80,23 +80,22 @@ def test_a_gpu_that_differs_from_all_others_is_a_slower_rank(tmp_path, changed, 
 def test_a_node_that_falls_silent_is_told(tmp_path):
     sampled(tmp_path, "node1")
     sampled(tmp_path, "node2", until=100)
-    assert warned(tmp_path) == ["node2 is silent for 101 s"]
+    assert warned(tmp_path) == ["node2 has been silent for 101 s"]
 
 
 def test_a_run_without_a_new_row_is_told(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 30))
     monkeypatch.setattr(alerts, "NO_ROW", 0.0)
-    monkeypatch.setattr(alerts, "USUAL", 0.0)
-    time.sleep(1)
+    monkeypatch.setattr(alerts, "NO_ROW_FACTOR", 0.0)
     (text,) = warned(tmp_path)
     assert text.startswith("no new row for ")
 
 
 def test_a_disk_that_is_nearly_full_is_told(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 3))
-    monkeypatch.setattr(alerts, "ROOM", shutil.disk_usage(tmp_path).free + GB)
+    monkeypatch.setattr(alerts, "FREE_BYTES", shutil.disk_usage(tmp_path).free + GB)
     (text,) = warned(tmp_path)
-    assert text.startswith(f"the disk of {tmp_path} has ")
+    assert text.startswith(f"the file system of {tmp_path} has ")
 
 
 def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_it(tmp_path):
@@ -108,7 +107,8 @@ def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_
     board = watch(tmp_path / "a $(touch x) run", on_alert=[str(program), "first; second"])
     told = tmp_path / "program.out"
     until(told.exists)
-    time.sleep(1.5)
+    for _ in range(3):
+        board.status()  # waits for another look, and its alerts
     assert told.read_text() == "first; second a $(touch x) run: train/loss is not finite since step 40 (1 times)\n"
     assert not (tmp_path / "x").exists()
     board.finish()
@@ -116,10 +116,8 @@ def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [(["false"], "false ended with exit code 1"), (["no-such"], "no-such did not run"), (["sleep"], "timed out")],
+    [(["false"], "false ended with exit code 1"), (["no-such"], "no-such failed"), (["sleep"], "timed out")],
 )
 def test_a_command_that_fails_is_told_on_the_board(command, words, monkeypatch):
-    monkeypatch.setattr(alerts, "TIMEOUT", 0.5)
-    said = []
-    tell(command, "30", said.append)
-    assert words in said[0]
+    monkeypatch.setattr(alerts, "COMMAND_TIMEOUT", 0.5)
+    assert words in run_command(command, "30")

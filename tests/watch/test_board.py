@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,14 +18,18 @@ import pytest
 import wandb
 from jupyter_client.manager import start_new_kernel
 
+import kit
 from kit import files
 from kit.cli import main
 from kit.config.recipe import Recipe
 from kit.errors import InputError
+from kit.figures.svg import ticks
 from kit.slurm.run import Run
-from kit.watch.board import watch
-from kit.watch.charts import Chart, Line, number, smoothed, ticks
-from kit.watch.panels import delta, plain
+from kit.watch import alerts, background, status
+from kit.watch import board as board_module
+from kit.watch.board import STATIC, watch
+from kit.watch.charts import Chart, Line, number, smoothed
+from kit.watch.picture import chart_as_json, delta
 from kit.watch.series import thin
 from tests.conftest import until
 from tests.watch.test_online import KEY
@@ -50,6 +55,13 @@ def log(folder, rows, exit_code=0):
         run.log(row)
     run.finish(exit_code=exit_code)
     wandb.teardown()  # finish() may return before the log is on disk
+
+
+def cut_exit_record(folder):
+    """Make the run look as if it went on; the log."""
+    (path,) = folder.rglob("run-abc.wandb")
+    path.write_bytes(path.read_bytes()[:-40])
+    return path
 
 
 def line(host, t, gpus, **changed):
@@ -135,10 +147,121 @@ def test_a_run_that_expects_more_nodes_than_report_says_so(tmp_path, local):
     assert watch(run).wait(30) == "COMPLETED"
 
 
+@pytest.fixture
+def run(tmp_path, local):
+    """A run that was submitted to a Slurm that is not there."""
+    local = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "runs")))
+    run = Run.create(Recipe.load("demo"), local, tmp_path, "digest")
+    run.note(job_id="4711")
+    return run
+
+
+def test_an_error_of_the_state_function_is_shown_and_nothing_waits_for_ever(run, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "state", property(lambda run: int("copy")))
+    board = watch(run)
+    assert board.status().startswith("unknown (ValueError: invalid literal for int()")
+    assert board.wait(0.1) == "UNKNOWN"
+    assert main(["watch", str(run.path), "--once"]) == 0
+    assert "ValueError" in capsys.readouterr().out
+    board.finish()
+
+
+def test_a_foreign_file_in_the_state_folder_does_not_block_the_board(run):
+    (run.path / "state").mkdir(exist_ok=True)
+    (run.path / "state" / "exit.0.copy.json").write_text("{}")
+    board = watch(run)
+    assert "no row yet" in board.status()
+    board.finish()
+
+
+def test_a_state_function_that_does_not_answer_is_mentioned_and_not_waited_for(run, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(Run, "state", property(lambda run: answer.wait(60)))
+    monkeypatch.setattr(status, "NO_ANSWER", 0.3)
+    board = watch(run)
+    assert "no answer about the job for" in board.status()
+    answer.set()
+    board.finish()
+
+
+def test_an_error_while_drawing_is_shown_and_the_board_goes_on(tmp_path, monkeypatch):
+    log(tmp_path, steps(1, 6))
+    path = cut_exit_record(tmp_path)
+    monkeypatch.setattr(board_module, "find_alerts", lambda run: 1 / 0)
+    board = watch(tmp_path)
+    assert "! ZeroDivisionError: division by zero" in str(board)
+    monkeypatch.setattr(board_module, "find_alerts", alerts.find_alerts)
+    until(lambda: "ZeroDivisionError" not in str(board))
+    assert board.status().startswith("running")
+    assert path.exists()
+    board.finish()
+
+
+def test_a_board_whose_thread_has_ended_says_why(tmp_path, monkeypatch):
+    log(tmp_path, steps(1, 6))
+    monkeypatch.setattr(status.RunStatus, "update", lambda self: 1 / 0)
+    board = watch(tmp_path)
+    assert board.status()
+    assert "! the board has stopped: ZeroDivisionError: division by zero" in str(board)
+    assert board.ended
+
+
+def test_files_that_cannot_be_read_do_not_block_the_board(tmp_path, monkeypatch):
+    log(tmp_path, steps(1, 6))
+    answer = threading.Event()
+    monkeypatch.setattr(board_module, "NO_ANSWER", 0.3)
+    monkeypatch.setattr(status.RunStatus, "update", lambda self: answer.wait(60))
+    board = watch(tmp_path)
+    assert "the files of the run could not be read for" in str(board)
+    board.stop()
+    answer.set()
+
+
+def test_a_file_system_that_does_not_answer_blocks_nothing_and_is_an_alert(tmp_path, monkeypatch):
+    log(tmp_path, steps(1, 6))
+    cut_exit_record(tmp_path)
+    answer = threading.Event()
+    monkeypatch.setattr(status.shutil, "disk_usage", lambda path: answer.wait(60) or (1, 1, 1))
+    monkeypatch.setattr(alerts, "NO_ANSWER", 0.0)
+    board = watch(tmp_path)
+    assert board.status().startswith("running")
+    assert f"! the file system of {tmp_path} has not answered for" in str(board)
+    answer.set()
+    board.finish()
+
+
+def test_the_switch_interval_of_the_process_is_restored(tmp_path, monkeypatch):
+    log(tmp_path, steps(1, 6))
+    usual, during = pytest.approx(0.005), set()  # Python's default
+    update = status.RunStatus.update
+
+    def observed(self):
+        during.add(sys.getswitchinterval())
+        return update(self)
+
+    monkeypatch.setattr(status.RunStatus, "update", observed)
+    for _ in range(2):
+        board = watch(tmp_path)
+        assert board.wait(60) == "FINISHED"
+    assert list(during) == [pytest.approx(background.SWITCH_INTERVAL)]
+    until(lambda: sys.getswitchinterval() == usual)  # boards of other tests may be at work
+
+
+def test_the_board_is_the_call_of_the_package_and_has_its_facts_as_json(tmp_path):
+    log(tmp_path, [*steps(1, 6), {"train/loss": math.nan, "train/global_step": 6}])
+    board = kit.watch(tmp_path)
+    facts = json.loads(json.dumps(board.as_dict(), allow_nan=False))
+    (one,) = facts["runs"]
+    assert (one["state"], one["step"], one["damaged_records"], one["problem"]) == ("FINISHED", 6, 0, None)
+    assert one["metrics"]["train/loss"] is None
+    assert one["metrics"]["train/tokens_per_s"] == 9000
+    assert facts["alerts"][0]["text"] == "train/loss is not finite since step 6 (1 times)"
+
+
 def test_a_file_that_is_no_log_is_a_sentence_on_the_board(tmp_path):
     (tmp_path / "run-x.wandb").write_bytes(b"something else")
     board = watch(tmp_path)
-    assert "run-x.wandb starts with b'somethi', not as a W&B log" in board.status()
+    assert "run-x.wandb is not a W&B log: it starts with b'somethi'" in board.status()
     assert "nothing logged yet" in board.svg()
 
 
@@ -168,14 +291,14 @@ def test_an_empty_file_is_waited_for_and_a_newer_format_is_a_sentence(tmp_path):
     path.write_bytes(b"")
     assert watch(path).status().startswith("running · no row yet")
     path.write_bytes(b":W&B\xe1\xbe\x07" + bytes(40))
-    assert "is a W&B log of version 7; only version 0 is known here." in watch(path).status()
+    assert "is a W&B log of version 7; only version 0 can be read." in watch(path).status()
 
 
 def test_other_names_are_drawn_and_unknown_ones_offered(tmp_path):
     log(tmp_path, [row | {"train/entropy": 1.5} for row in steps(1, 6)])
     board = watch(tmp_path, also=["train/entropy", "train/los"])
     assert "train/entropy" in texts(board.svg())
-    assert "No metric 'train/los'. Did you mean 'train/loss'? Logged so far:" in board.text()
+    assert "No metric 'train/los'. Did you mean 'train/loss'? Logged so far:" in str(board)
 
 
 def test_runs_are_overlaid_each_with_its_status(tmp_path):
@@ -207,9 +330,9 @@ def test_what_is_zoomed_into_is_drawn_finer(tmp_path):
 
 def test_an_update_holds_what_is_new(tmp_path):
     log(tmp_path, steps(1, 200))
-    before = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    before = {"panels": [chart_as_json(chart) for chart in watch(tmp_path).charts()]}
     log(tmp_path, steps(200, 210))
-    now = {"panels": [plain(chart) for chart in watch(tmp_path).charts()]}
+    now = {"panels": [chart_as_json(chart) for chart in watch(tmp_path).charts()]}
     told = delta(before, now)
     (line,) = told["panels"][0]["lines"]
     assert (line["keep"], len(line["x"])) == (199, 10)
@@ -219,9 +342,12 @@ def test_an_update_holds_what_is_new(tmp_path):
 
 def test_a_run_is_synced_while_the_kernel_goes_on(server, tmp_path):
     log(tmp_path, steps(1, 6))
-    board, start = watch(tmp_path), time.monotonic()
+    release = threading.Event()
+    server.fault = lambda operation: None if release.wait(60) else 500
+    board = watch(tmp_path)
     board.sync()
-    assert time.monotonic() - start < 0.1
+    assert "sync: done" not in board.status()  # it returned while the server is silent
+    release.set()
     until(lambda: board.status().endswith(" · sync: done"))
     assert server.runs["abc"]["state"] == "finished"
 
@@ -231,7 +357,7 @@ def test_a_sync_that_takes_too_long_is_stopped_and_says_so(server, tmp_path):
     server.fault = lambda operation: time.sleep(30)
     board = watch(tmp_path)
     board.sync(timeout=3)
-    until(lambda: "wandb sync did not end within 3 s and was stopped" in board.text())
+    until(lambda: "wandb sync did not end within 3 s and was stopped" in str(board))
 
 
 def test_the_board_of_a_run_on_a_server_says_when_nobody_answers(monkeypatch):
@@ -267,7 +393,7 @@ def test_64_gpus_and_long_runs_stay_below_100_kb(tmp_path):
             sample(tmp_path, f"node{host}", 1e9 + t, gpus=8)
     board = watch(tmp_path)
     assert len(board.svg()) < 100_000
-    assert len(json.dumps([plain(chart) for chart in board.charts()])) < 100_000
+    assert len(json.dumps([chart_as_json(chart) for chart in board.charts()])) < 100_000
 
 
 def test_the_page_needs_nothing_else(tmp_path):
@@ -294,6 +420,7 @@ def test_an_executed_notebook_holds_one_small_picture_and_no_widget(tmp_path, wr
     assert len(picture.data["image/svg+xml"]) < 100_000
     assert picture.data["text/plain"].startswith("finished · step 30 · ")
     assert "train 0.1" in texts(picture.data["image/svg+xml"])  # the loss of the last row
+    assert STATIC not in texts(picture.data["image/svg+xml"])  # the run is over: nothing is missing
     assert state.data["text/plain"] == "'FINISHED'"
     assert "widgets" not in done.metadata
 
@@ -326,8 +453,10 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         shown(client, f"from kit.watch.board import watch; board = watch({str(tmp_path)!r})", None)
         ((_, alone),) = shown(client, "board", None)
         assert view not in alone["data"]
+        assert STATIC in texts(alone["data"]["image/svg+xml"])
         (_, picture), (_, live), *_ = shown(client, "board", "cell-1")
         assert "image/svg+xml" in picture["data"]
+        assert STATIC not in texts(picture["data"]["image/svg+xml"])
         said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
         (made,) = [content for kind, content in said if view in content["data"]]
         assert made["transient"] == live["transient"]

@@ -15,13 +15,16 @@ import wandb
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.slurm.run import Run
-from kit.watch.metrics import WINDOW, Metrics
+from kit.watch.metrics import NEWEST, Metrics
+from kit.watch.samples import Reading
 from kit.watch.series import Series
+from tests.conftest import until
 
 
 def log(folder, rows, run_id="abc", exit_code=0, step=""):
-    """One segment of a run, as a job writes it."""
+    """One segment of a run, as a job writes it. Its folder is named by the second, so none may have this name yet."""
     (folder / "wandb").mkdir(parents=True, exist_ok=True)
+    until(lambda: not any((folder / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")))
     settings = wandb.Settings(silent=True, x_disable_stats=True)
     run = wandb.init(project="p", id=run_id, mode="offline", dir=str(folder / "wandb"), settings=settings)
     if step:
@@ -31,7 +34,6 @@ def log(folder, rows, run_id="abc", exit_code=0, step=""):
         run.log(row)
     run.finish(exit_code=exit_code)
     wandb.teardown()  # finish() may return before the log is on disk
-    time.sleep(1.1)  # folders are named by the second
 
 
 def sample(folder, host, t, gpus=1, **changes):
@@ -154,7 +156,7 @@ def test_a_name_that_is_not_there_is_answered_by_those_that_are(tmp_path):
 
 
 def test_a_place_where_nothing_is_is_a_wrong_call(tmp_path):
-    with pytest.raises(InputError, match="there is nothing"):
+    with pytest.raises(InputError, match="does not exist"):
         Metrics(tmp_path / "nowhere")
 
 
@@ -201,24 +203,32 @@ def test_half_a_line_is_waited_for_and_a_damaged_one_counted(tmp_path):
     assert not metrics.poll()
 
 
-def test_statistics_of_wandb_stand_in_where_no_node_is_sampled(tmp_path):
+def readings(folder):
+    """The keys of all readings in the logs there now."""
+    return {key for key in read(folder).series if isinstance(key, Reading)}
+
+
+def test_statistics_of_wandb_stand_in_where_no_node_is_sampled(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
+    monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.2")
     settings = wandb.Settings(silent=True, x_stats_sampling_interval=0.3)
     run = wandb.init(project="p", mode="offline", dir=str(tmp_path / "wandb"), settings=settings)
-    time.sleep(2)
+    wanted = {"util", "mem_gib", "net_gb_s_in", "net_gb_s_out"}
+    until(lambda: wanted <= {reading.name for reading in readings(tmp_path)})
     run.finish()
     wandb.teardown()
     metrics = read(tmp_path)
     (host,) = {key[0] for key in metrics.series if isinstance(key, tuple)}
     cpu = {key[2] for key in metrics.series if key[:2] == (host, "cpu")}
-    assert {"util", "mem_gib", "net_gb_s_in", "net_gb_s_out"} <= cpu
+    assert wanted <= cpu
     sample(tmp_path, "node1", time.time())
     while metrics.poll():
         pass
     assert {key[0] for key in metrics.series if isinstance(key, tuple)} == {"node1"}
 
 
-def test_logs_of_many_nodes_are_one_run(tmp_path):
+def test_logs_of_many_nodes_are_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.2")
     for rank in (0, 1):
         settings = wandb.Settings(
             silent=True, x_stats_sampling_interval=0.3, x_label=f"node-{rank}", x_primary=rank == 0,
@@ -226,7 +236,7 @@ def test_logs_of_many_nodes_are_one_run(tmp_path):
         run = wandb.init(project="p", id="abc", mode="offline", dir=str(tmp_path / f"{rank}"), settings=settings)
         if rank == 0:
             run.log({"loss": 1.0})
-        time.sleep(1.2)
+        until(lambda: readings(tmp_path / f"{rank}"))  # noqa: B023 - called at once
         run.finish(exit_code=3 * (1 - rank))
         wandb.teardown()
     (tmp_path / "0" / "wandb").rename(tmp_path / "wandb")
@@ -249,8 +259,8 @@ def test_a_file_that_is_no_log_is_named_and_the_rest_is_read(tmp_path):
 def test_a_run_knows_how_many_nodes_to_expect(tmp_path, local):
     local = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "runs")))
     run = Run.create(Recipe.load("demo", **{"parallel.nodes": 2}), local, tmp_path, "digest")
-    assert Metrics(run.path).expected == 2
-    assert Metrics(tmp_path).expected == 0
+    assert Metrics(run.path).expected_nodes == 2
+    assert Metrics(tmp_path).expected_nodes == 0
 
 
 def test_an_empty_folder_has_nothing_new(tmp_path):
@@ -285,7 +295,7 @@ def long_run(tmp_path_factory):
     rest = {f"train/metric_{n}": 0.123456789 for n in range(12)}
     log(folder, [{"train/loss": 3.0 / i, "train/global_step": i, "noise": i} | rest for i in range(1, 4501)])
     (path,) = folder.rglob("*.wandb")
-    assert path.stat().st_size > 2 * WINDOW
+    assert path.stat().st_size > 2 * NEWEST
     return folder
 
 
@@ -295,7 +305,7 @@ def test_the_newest_rows_of_a_long_log_are_known_first(long_run):
     assert metrics.last("train/global_step") == 4500
     assert metrics.exit_code == 0
     assert metrics.summary["train/global_step"] == 4500
-    assert metrics.left > WINDOW
+    assert metrics.left > NEWEST
     x, y = metrics.line("train/loss", 1000)
     assert (x[0], x[-1]) == (1, 4500)
     assert np.allclose(y, 3.0 / x)
@@ -308,7 +318,7 @@ def test_the_newest_rows_of_a_long_log_are_known_first(long_run):
 
 
 def test_the_event_loop_goes_on_while_a_thread_reads(long_run):
-    metrics, late = Metrics(long_run), []
+    metrics, beats = Metrics(long_run), []
 
     def follow():
         while metrics.poll():
@@ -318,13 +328,11 @@ def test_the_event_loop_goes_on_while_a_thread_reads(long_run):
         thread = threading.Thread(target=follow)
         thread.start()
         while thread.is_alive():
-            start = time.perf_counter()
             await asyncio.sleep(0.001)
-            late.append(time.perf_counter() - start)
+            beats.append(metrics.left)
 
     asyncio.run(beat())
-    assert len(late) > 20
-    assert np.median(late) < 0.02  # the worst is the machine's; the benchmark measures it on one that is quiet
+    assert len(set(beats)) > 2  # it had turns between the parts; tests.benchmarks.metrics measures how late they were
 
 
 def test_a_series_is_thinned_to_its_extremes_at_any_length():
@@ -373,4 +381,4 @@ def test_the_problem_of_a_log_is_known_at_every_moment_while_it_is_read_again(tm
     stop.set()
     reader.join()
     (problem,) = problems
-    assert "not as a W&B log" in problem
+    assert "is not a W&B log" in problem
