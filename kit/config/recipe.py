@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from annotated_types import Ge, Le
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kit.config import schema
 from kit.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, table
@@ -133,6 +133,12 @@ class Schedule:
     """Optimizer steps between logged rows."""
     seed: NonNegativeInt = 42
     """Seed of the weights, of dropout and of the order of rows."""
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> "Schedule":
+        if not self.epochs and not self.max_steps:
+            raise ValueError("epochs and max_steps are both 0, so no step is trained: set one of them.")
+        return self
 
 
 @table

@@ -101,6 +101,8 @@ def _message(error: ErrorDetails, kind: Any, label: Label) -> str:
     key = label(_dotted(location[:depth]))
     if error["type"] == "missing":
         return f"{key} is missing and has no default."
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # raised by a validator of a table
+        return f"{key}: {error['ctx']['error']}"
     if error["type"] == "value_error":  # raised by a validator of a field
         return f"{key} is {error['input']!r}; {error['ctx']['error']}"
     if error["type"] == "finite_number":

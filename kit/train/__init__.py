@@ -1,1 +1,1 @@
-"""The job's side: `python -m kit.train RUN` on every rank."""
+"""Training, the side of the job: `python -m kit.train RUN` on every rank, and a sampler on every node."""

@@ -1,5 +1,71 @@
-"""`python -m kit.train RUN`: train, as one rank of a job."""
+"""`python -m kit.train RUN`: one rank of a training run, started on every rank by the trainer's launcher."""
 
-from kit.train.trainer import main
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import TextIO
 
-main()
+import torch
+import wandb
+from torch.distributed.checkpoint.api import CheckpointException
+
+from kit.errors import KitError
+from kit.slurm.folder import RunFolder
+from kit.train import patches
+from kit.train.callbacks import Progress
+from kit.train.trainer import train
+
+
+def main(folder: str) -> int:
+    """The exit code of this rank: 0, or that of the error, which goes to the job's log and to the rank's."""
+    run, rank = RunFolder(Path(folder)), int(os.environ.get("RANK", 0))
+    console = redirect_output(run, rank)
+    progress = Progress(run, rank, console)
+    if not torch.cuda.is_available():
+        patches.shard_cpu_processes()
+    patches.ignore_renamed_arguments()
+    try:
+        train(run, progress)
+        with contextlib.suppress(OSError):  # W&B's service has ended
+            wandb.teardown()  # finish() may return before the log is on disk
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
+        return report(error, progress)
+    finally:
+        console.flush()
+    return 0
+
+
+def redirect_output(run: RunFolder, rank: int) -> TextIO:
+    """Send this process's output to logs/rank-<n>.log. Returns the job's log, for lines that matter to everyone."""
+    console = os.fdopen(os.dup(1), "w")
+    log = os.open(run.path / "logs" / f"rank-{rank:03}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return console
+
+
+def report(error: BaseException, progress: Progress) -> int:
+    """Write the traceback to the rank's log and one line to the job's log. Returns the exit code.
+
+    Where the launcher has sent a SIGTERM, another rank died first and this error only follows from that: this rank then
+    ends by the signal, so that the cause in the log is the other rank's.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    traceback.print_exc()
+    if progress.terminated:
+        os.kill(os.getpid(), signal.SIGTERM)
+    where = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    first_line = str(error).strip().split("\n")[0]
+    log = f"logs/rank-{progress.rank:03}.log"
+    print(f"[rank {progress.rank} on {where}] {type(error).__name__}: {first_line} ({log})", file=progress.console)
+    return error.exit_code if isinstance(error, KitError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pynvml
@@ -24,8 +24,8 @@ from kit.watch.samples import GB, GIB
 def own_gpus(environment: dict[str, str]) -> list[Any]:
     """NVML handles of this job's GPUs: those that CUDA_VISIBLE_DEVICES lists, else SLURM_JOB_GPUS, else all.
 
-    Where Slurm hides other jobs' GPUs, NVML counts from 0 while SLURM_JOB_GPUS keeps the node's own numbers; then as
-    many are visible as are listed, and all of them are ours.
+    Where Slurm hides the GPUs of other jobs, NVML counts from 0 while SLURM_JOB_GPUS has the numbers of the node. Then
+    as many GPUs are visible as are listed, and all of them belong to this job.
     """
     everything = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     listed = environment.get("CUDA_VISIBLE_DEVICES", environment.get("SLURM_JOB_GPUS"))
@@ -41,7 +41,7 @@ def own_gpus(environment: dict[str, str]) -> list[Any]:
 
 
 def _reading(read: Callable[[], Any]) -> Any:
-    """What it reads, or None: MIG instances have no utilisation, containers no disks, and drivers fail now and then."""
+    """The result, or None where reading fails: MIG instances have no utilisation, containers no disks, drivers fail."""
     try:
         return read()
     except Exception:
@@ -49,7 +49,7 @@ def _reading(read: Callable[[], Any]) -> Any:
 
 
 def gpu_sample(gpu: Any) -> dict[str, Any]:
-    """Utilisation in %, memory in GiB, power in W, temperature in degrees C; None for what this GPU does not tell."""
+    """Utilisation in %, memory in GiB, power in W, temperature in degrees C; None where it is unknown."""
     memory = _reading(lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu))
     milliwatts = _reading(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu))
     return {
@@ -64,7 +64,7 @@ def gpu_sample(gpu: Any) -> dict[str, Any]:
 
 
 def _traffic() -> dict[str, int]:
-    """Bytes since boot, without loopback, and without bonds and bridges, which count twice. RDMA passes unseen."""
+    """Bytes since boot, without loopback, and without bonds and bridges, which count twice. RDMA is not counted."""
     nics = psutil.net_io_counters(pernic=True)
     own = [nics[name] for name in nics if name != "lo" and not any(Path("/sys/class/net", name).glob("lower_*"))]
     return {"in": sum(nic.bytes_recv for nic in own), "out": sum(nic.bytes_sent for nic in own)}
@@ -75,43 +75,58 @@ def _disk() -> dict[str, int]:
     return {"read": counters.read_bytes, "write": counters.write_bytes}
 
 
+class Counters(NamedTuple):
+    """Bytes since boot at one time; None for what could not be read."""
+
+    time: float
+    network: dict[str, int] | None
+    disk: dict[str, int] | None
+
+    @classmethod
+    def now(cls) -> "Counters":
+        """Read them."""
+        return cls(time.monotonic(), _reading(_traffic), _reading(_disk))
+
+
 class Sampler:
-    """Readings of one node. CPU load and rates are means since the reading before it."""
+    """Readings of one node. CPU load and rates are means since the previous sample."""
 
     def __init__(self, host: str, environment: dict[str, str]) -> None:
         self.host = host
         _reading(pynvml.nvmlInit)
         self.gpus = _reading(lambda: own_gpus(environment)) or []
-        self.before = (time.monotonic(), _reading(_traffic), _reading(_disk))
+        self.before = Counters.now()
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, Any]:
         """CPU in %, RAM in GiB, network and disk in GB/s, and a `gpu_sample` each; None for what could not be read."""
-        now = (time.monotonic(), _reading(_traffic), _reading(_disk))
-        (start, traffic, disk), self.before = self.before, now
+        before, now = self.before, Counters.now()
+        self.before = now
+        seconds = now.time - before.time
         return {
             "t": round(time.time(), 3),
             "host": self.host,
             "cpu": _reading(psutil.cpu_percent),
             "ram_gib": _reading(lambda: round(psutil.virtual_memory().used / GIB, 3)),
-            "net_gb_s": _rates(traffic, now[1], now[0] - start),
-            "disk_gb_s": _rates(disk, now[2], now[0] - start),
+            "net_gb_s": _rates(before.network, now.network, seconds),
+            "disk_gb_s": _rates(before.disk, now.disk, seconds),
             "gpus": [gpu_sample(gpu) for gpu in self.gpus],
         }
 
 
 def _rates(before: dict[str, int] | None, now: dict[str, int] | None, seconds: float) -> dict[str, float] | None:
+    """GB/s."""
     return {key: round((now[key] - before[key]) / GB / seconds, 6) for key in now} if now and before else None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Samples until the parent process is gone or SIGTERM or SIGINT arrives."""
+    """Sample until the parent process has ended, or SIGTERM or SIGINT arrives."""
     parser = argparse.ArgumentParser(prog="python -m kit.train.sampler")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between samples (default 1)")
     asked = parser.parse_args(argv)
     if not asked.run.is_dir():
-        parser.error(f"{asked.run} is no folder")
+        parser.error(f"{asked.run} is not a folder")
     parent, stop = os.getppid(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

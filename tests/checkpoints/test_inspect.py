@@ -519,7 +519,7 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
     blocks = plan.save_blocks(run)
     assert list(blocks) == [2, 4]
     assert all(0 < seconds < 60 for seconds in blocks.values())
-    assert f"saved checkpoint-4, for which training waited {blocks[4]:.2f} s" in run.log.read_text()
+    assert f"saved checkpoint-4 (training blocked {blocks[4]:.2f} s)" in run.log.read_text()
     found = plan.plan_for_run(run)
     assert found.blocked_s == pytest.approx(sum(blocks.values()) / 2)
     assert found.write_s >= found.blocked_s
@@ -539,7 +539,7 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
     submit(run)
     assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
     said = run.log.read_text()
-    assert "checkpoint-4 is not complete: put aside as incomplete-4" in said
+    assert "checkpoint-4 is not complete: renamed to incomplete-4" in said
     assert "resuming from checkpoint-2" in said
     assert checkpoint.complete(run.checkpoints()[-1], world=2)
     assert run.checkpoints()[-1].name == "checkpoint-4"

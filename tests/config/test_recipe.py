@@ -131,3 +131,13 @@ def test_a_recipe_is_frozen_and_its_digest_follows_its_values(tmp_path):
 def test_optimizer_steps_of_the_published_405b_run():
     # 2,298,000 tokens in rows of 2,048 are 1,123 rows; 16 ranks x 1 x 2 accumulated: 36 steps, as published.
     assert Recipe.load("llama405b-oasst2").optimizer_steps(1123) == 36
+
+
+def test_a_schedule_of_no_steps_is_an_error_that_names_both_keys(tmp_path):
+    """transformers' Trainer takes max_steps = 0 for a run of one step."""
+    message = r"schedule: epochs and max_steps are both 0, so no step is trained: set one of them\."
+    with pytest.raises(InputError, match=message):
+        load(tmp_path, MINIMAL + "[schedule]\nepochs = 0\n")
+    with pytest.raises(InputError, match=message):
+        load(tmp_path, MINIMAL).override(**{"schedule.epochs": 0})
+    assert load(tmp_path, MINIMAL + "[schedule]\nepochs = 0\nmax_steps = 3\n").optimizer_steps(1000) == 3

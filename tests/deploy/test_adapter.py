@@ -271,7 +271,7 @@ def save_variants(root: Path, names: list[str]) -> None:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    from kit.train.trainer import finish_checkpoint
+    from kit.train.saves import finish_checkpoint
 
     state = PartialState(cpu=True)  # all that the save function asks of an accelerator
     for name in names:

@@ -212,7 +212,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
     assert [row[0] for row in story(run)] == list(range(1, 15))
     parts = [p.name for p in (run.path / "wandb").glob("offline-run-*")]
     assert len(parts) == 4 and all(name.endswith(f"-{run.info['wandb_id']}") for name in parts)
-    assert "checkpoint-99 is not complete: put aside as incomplete-99" in run.log.read_text()
+    assert "checkpoint-99 is not complete: renamed to incomplete-99" in run.log.read_text()
     assert said(limited, "exit", 0)["reason"] == "time limit near, saved checkpoint-7, requeued"
     assert limited.wait(timeout=60).state == "COMPLETED"
 

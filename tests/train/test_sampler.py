@@ -74,7 +74,7 @@ def test_a_wrong_folder_is_a_wrong_call(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         sampler.main([str(tmp_path / "nothing")])
     assert stop.value.code == 2
-    assert "nothing is no folder" in capsys.readouterr().err
+    assert "nothing is not a folder" in capsys.readouterr().err
 
 
 class Driver:

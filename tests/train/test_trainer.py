@@ -1,15 +1,22 @@
+import io
 import json
 import os
-import subprocess
-import sys
+import signal
+import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kit.errors import KitError
-from kit.files import REPOSITORY
+from kit.errors import InputError, KitError
 from kit.slurm import launch as slurm
+from kit.slurm.run import Run
+from kit.train import patches
+from kit.train.__main__ import report
+from kit.train.callbacks import Progress
 from kit.train.isolation import check_isolation, collate, count_tokens
+from kit.train.trainer import Pace, is_sharded, settings
 
 COMMON = {"schedule.max_steps": 6, "schedule.save_every": 0, "tuning.dropout": 0.0, "schedule.lr": 1e-3}
 ALONE = {"parallel.gpus_per_node": 1, "schedule.micro_batch": 2}
@@ -85,46 +92,75 @@ def test_a_tied_model_goes_on_after_an_evaluation_and_a_save_at_one_step(recipe,
     assert [h["step"] for h in finished(slurm.launch(job, local))] == [1, 2, 3, 4, 5, 6]
 
 
-FSDP1 = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
-from peft.utils.other import fsdp_auto_wrap_policy
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from transformers import LlamaConfig, LlamaForCausalLM
-from kit.train.trainer import leave_casts_to_fsdp
+def test_the_pace_leaves_out_evaluations_and_saves_and_begins_at_the_first_loss(monkeypatch):
+    clock = iter([100.0, 110.0, 140.0, 141.0])
+    monkeypatch.setattr("kit.train.trainer.time.monotonic", lambda: next(clock))
+    pace = Pace(torch.tensor(0))
+    pace.leave_out(50.0)  # the evaluation before the first step
+    assert pace.at_loss(1, 1000) == {}
+    assert pace.at_loss(3, 5000) == {"step_s": 5.0, "tokens_per_s": 400.0}
+    pace.leave_out(20.0)
+    assert pace.at_loss(4, 6000) == {"step_s": 10.0, "tokens_per_s": 100.0}
+    assert pace.at_loss(4, 6000) == {}  # a save logs at a step that was logged
 
-dist.init_process_group("gloo")
-shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
-tokens, bf16 = torch.arange(32)[None], torch.bfloat16
-for ours in (False, True):
-    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
-    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**shape)).to(bf16), lora)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    model.train()
-    if ours:
-        leave_casts_to_fsdp(model)
-    policy, mixed = fsdp_auto_wrap_policy(model), MixedPrecision(bf16, bf16, bf16)
-    sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"))
-    with torch.autocast("cpu", dtype=bf16):
-        loss = sharded(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+def test_rank_and_device_are_not_fixed_when_the_modules_are_imported(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert is_sharded(recipe.override(**{"parallel.gpus_per_node": 1}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not is_sharded(recipe.override(**{"parallel.gpus_per_node": 1}))
+    with warnings.catch_warnings():
+        patches.ignore_renamed_arguments()
+        arguments = settings(tmp_path, recipe, 7)
+    assert arguments.use_cpu and not arguments.bf16 and arguments.max_steps == 7
+
+
+def test_progress_is_logged_by_rank_0_alone_in_lines_and_a_file(recipe, local, tmp_path):
+    run, console = Run.create(recipe, local, tmp_path, "digest"), io.StringIO()
+    state = SimpleNamespace(global_step=2, max_steps=4)
+    for rank in (1, 0):
+        progress = Progress(run, rank, console)
+        progress.began = time.monotonic()
+        progress.on_log(None, state, None, {"loss": 1.5})
+        assert (run.path / "state" / "progress.json").exists() == (rank == 0)
+        progress.on_log(None, state, None, {"save_blocked_s": 0.4})
+        progress.on_log(None, state, None, {"eval_loss": 1.25})
+    lines = console.getvalue().splitlines()
+    assert lines[0].startswith("step 2/4  loss 1.5000  ") and lines[0].endswith(" left")
+    assert lines[1:] == ["step 2/4  saved checkpoint-2 (training blocked 0.40 s)", "step 2/4  eval loss 1.2500"]
+    assert json.loads((run.path / "state" / "progress.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("how", ["file", "signal", "no"])
+def test_training_saves_and_stops_after_the_step_at_which_it_is_asked_to(recipe, local, tmp_path, how, monkeypatch):
+    run = Run.create(recipe, local, tmp_path, "digest")
+    progress = Progress(run, 0, io.StringIO())
+    monkeypatch.setattr("kit.train.callbacks.reduce", lambda tensor: tensor)  # of one rank
+    before = signal.getsignal(signal.SIGTERM)
+    progress.on_train_begin(None, SimpleNamespace(global_step=0), None)
     try:
-        loss.backward()
-        outcome = "trained"
-    except torch.utils.checkpoint.CheckpointError:
-        outcome = "CheckpointError"
-    if dist.get_rank() == 0:
-        print(outcome)
-dist.destroy_process_group()
-"""  # noqa: E501
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif how == "file":
+            (run.path / "state" / "stop").touch()
+        control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
+        progress.on_step_end(SimpleNamespace(device="cpu"), None, control)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    asked = how != "no"
+    assert vars(control) == {"should_save": asked, "should_training_stop": asked, "should_log": asked}
+    assert progress.terminated == (how == "signal")
 
 
-def test_an_adapter_under_fsdp1_can_be_checkpointed_which_pefts_own_casts_prevent(tmp_path):
-    (tmp_path / "ranks.py").write_text(FSDP1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["CheckpointError", "trained"], done.stderr[-2000:]
+def test_an_error_is_one_line_in_the_jobs_log_and_ends_with_its_own_exit_code(recipe, local, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    run, console = Run.create(recipe, local, tmp_path, "digest"), io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert report(InputError("wrong key\nmore"), Progress(run, 3, console)) == 2
+        assert report(RuntimeError("boom"), Progress(run, 3, console)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    first, second = console.getvalue().splitlines()
+    assert first == "[rank 3 on node7] InputError: wrong key (logs/rank-003.log)"
+    assert second == "[rank 3 on node7] RuntimeError: boom (logs/rank-003.log)"

@@ -1,0 +1,164 @@
+"""Every change to another library: that the installed release needs it, and that it does what it says."""
+
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
+from packaging.requirements import Requirement
+
+from kit.checkpoints.sharded import Reader
+from kit.files import REPOSITORY
+from kit.train import patches
+
+NOT_NEEDED = {"forget_pending_forwards"}  # torch 2.13 does it
+
+
+def test_every_function_names_the_releases_that_it_is_for_and_the_installed_ones_are_among_them():
+    functions = [
+        name
+        for name, function in vars(patches).items()
+        if inspect.isfunction(function) and function.__module__ == patches.__name__
+    ]
+    assert set(functions) - {"applies", "patch"} == patches.REQUIREMENTS.keys()
+    applied = {name for name, requirement in patches.REQUIREMENTS.items() if patches.applies(requirement)}
+    assert patches.REQUIREMENTS.keys() - applied == NOT_NEEDED
+
+
+def test_a_function_does_nothing_for_other_releases(monkeypatch):
+    calls = []
+    monkeypatch.setattr(patches, "REQUIREMENTS", {})
+    for text in ("torch<1", "torch>=1"):
+        patches.patch(text)(lambda text=text: calls.append(text))()
+    assert calls == ["torch>=1"]
+    assert not patches.applies(Requirement("torch<1"))
+
+
+def run_ranks(folder, script):
+    """What two gloo ranks print that run this script."""
+    (folder / "ranks.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+FSDP1 = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from transformers import LlamaConfig, LlamaForCausalLM
+from kit.train.patches import leave_casts_to_fsdp
+
+dist.init_process_group("gloo")
+shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
+tokens, bf16 = torch.arange(32)[None], torch.bfloat16
+for ours in (False, True):
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**shape)).to(bf16), lora)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    if ours:
+        leave_casts_to_fsdp(model)
+    policy, mixed = fsdp_auto_wrap_policy(model), MixedPrecision(bf16, bf16, bf16)
+    sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"))
+    with torch.autocast("cpu", dtype=bf16):
+        loss = sharded(input_ids=tokens, labels=tokens, use_cache=False).loss
+    try:
+        loss.backward()
+        outcome = "trained"
+    except torch.utils.checkpoint.CheckpointError:
+        outcome = "CheckpointError"
+    if dist.get_rank() == 0:
+        print(outcome)
+dist.destroy_process_group()
+"""  # noqa: E501
+
+
+def test_an_adapter_under_fsdp1_can_be_checkpointed_which_pefts_own_casts_prevent(tmp_path):
+    assert run_ranks(tmp_path, FSDP1) == ["CheckpointError", "trained"]
+
+
+CPU_RANKS = """
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from kit.train.patches import shard_cpu_processes
+
+for patched in (False, True):
+    if patched:
+        shard_cpu_processes()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    state = Accelerator(cpu=True, fsdp_plugin=plugin).state
+    if state.process_index == 0:
+        print(state.distributed_type.value, getattr(state, "fsdp_plugin", None) is plugin)
+    dist.barrier()
+    AcceleratorState._reset_state()
+dist.destroy_process_group()
+"""
+
+
+def test_accelerate_uses_fsdp_for_cpu_ranks_only_with_the_patch(tmp_path):
+    assert run_ranks(tmp_path, CPU_RANKS) == ["MULTI_CPU", "False", "FSDP", "True"]
+
+
+def test_the_loss_is_not_cast_to_bf16_by_fsdp2():
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16  # what accelerate sets
+    patches.keep_loss_in_fp32(plugin)
+    assert plugin.mixed_precision_policy.output_dtype is None
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+
+
+def test_accelerate_loads_sharded_checkpoints_with_the_kits_reader(monkeypatch):
+    original = torch.distributed.checkpoint.FileSystemReader
+    monkeypatch.setattr(torch.distributed.checkpoint, "FileSystemReader", original)  # and back after the test
+    patches.load_checkpoints_with_own_reader()
+    assert torch.distributed.checkpoint.FileSystemReader is Reader
+    for function in (fsdp_utils.load_fsdp_model, fsdp_utils.load_fsdp_optimizer):
+        source = inspect.getsource(function)
+        assert "dist_cp.FileSystemReader(" in source  # looked up at each load
+
+
+PENDING = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from kit.train.patches import forget_pending_forwards
+
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+state = model._get_fsdp_state()
+state._modules_to_run_forward.add(model)
+forget_pending_forwards.__wrapped__(model)
+if dist.get_rank() == 0:
+    print(len(state._modules_to_run_forward))
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_forgets_modules_that_an_evaluation_did_not_run(tmp_path):
+    """Whether torch needs it shows tests/train/test_trainer.py, where a tied model trains on after an evaluation."""
+    assert run_ranks(tmp_path, PENDING) == ["0"]
+
+
+@pytest.mark.parametrize("words", ["`gradient_checkpointing` is renamed", "`is_gradient_checkpointing` is renamed"])
+def test_a_warning_of_renamed_arguments_is_ignored_and_no_other(words):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patches.ignore_renamed_arguments()
+        warnings.warn(words, FutureWarning, stacklevel=1)
+        warnings.warn("something else", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["something else"]
