@@ -10,7 +10,7 @@ from typing import Any
 
 from kit.check.facts import Finding
 from kit.config.cluster import Cluster, gpus_of, parse_gres, parse_time_limit
-from kit.slurm.client import command
+from kit.slurm.client import NOT_INSTALLED, command
 
 Record = dict[str, str]
 UNFIT = {"DOWN", "DRAIN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "NOT_RESPONDING", "MAINT", "INVAL", "INVALID_REG"}
@@ -33,7 +33,7 @@ def detect(cluster: Cluster) -> list[Finding]:
     answer = command(*asked.split(), timeout=8)  # a controller that hangs costs clients 10 s a question
     if answer.returncode:
         # Slurm's clients say "configuration source" where they are installed without a cluster.
-        absent = "not installed" in answer.stderr or "configuration source" in answer.stderr
+        absent = answer.returncode == NOT_INSTALLED or "configuration source" in answer.stderr
         todo = "" if absent and not cluster.slurm.partition else "try again when `scontrol ping` says UP"
         return [Finding("Slurm", f"does not answer: {answer.stderr.strip().splitlines()[-1]}", asked, todo)]
     config = dict(re.findall(r"^(\w+)\s*= (.*)$", answer.stdout, re.MULTILINE))

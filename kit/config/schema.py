@@ -31,7 +31,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 NAMES = {
     str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path", type(None): "none",
     list: "a list", tuple: "a list", dict: "a table",
