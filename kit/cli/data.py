@@ -16,14 +16,27 @@ from kit.cli.base import (
     finish,
     load_cluster,
     load_recipe,
-    warn,
 )
-from kit.show import Answer, Table
 
 app = typer.Typer(**SETTINGS)
 data = typer.Typer(help="Convert prepared data, drop near duplicates, train tokenizers.", **SETTINGS)
 DATA = "Data and forecast"
 app.add_typer(data, name="data", rich_help_panel=DATA)
+
+
+class Engine(StrEnum):
+    """Tokenizer engines of `kit prepare`."""
+
+    AUTO = "auto"
+    TOKENIZERS = "tokenizers"
+    GIGATOKEN = "gigatoken"
+
+
+class TokenizerKind(StrEnum):
+    """Models of `kit data tokenizer`."""
+
+    BPE = "bpe"
+    UNIGRAM = "unigram"
 
 
 class Format(StrEnum):
@@ -39,7 +52,9 @@ def prepare(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Folder that holds prepared datasets.")] = Path("prepared"),
     workers: Annotated[int, typer.Option(help="Processes; any number writes the same bytes.")] = 1,
-    engine: Annotated[str, typer.Option(help="tokenizers, or gigatoken (pip install kit\\[fast]).")] = "tokenizers",
+    engine: Annotated[
+        Engine, typer.Option(help="auto: gigatoken (pip install kit\\[fast]) where it gives the same ids.")
+    ] = Engine.AUTO,
     tasks: Annotated[int, typer.Option(help="Prepare as a Slurm array of this many tasks.")] = 0,
     cluster: ClusterName = "local",
     as_json: Json = False,
@@ -51,25 +66,19 @@ def prepare(
     if tasks:
         from kit.slurm.prepare import submit
 
-        runs = submit(job, load_cluster(cluster), out, tasks, engine)  # type: ignore[arg-type]
-        lines = [f"{run.path}  job {run.job_id}" for run in runs]
-        emit(Answer({"runs": [str(run.path) for run in runs]}, *lines), as_json)
+        emit(submit(job, load_cluster(cluster), out, tasks, engine.value), as_json)
         return
-    dataset = prepare_dataset(job, out, warn, engine, workers)  # type: ignore[arg-type]
-    value = dataset.as_dict(job)
-    lines = [str(dataset.path), *(f"{name}: {split}" for name, split in value["splits"].items())]
-    lines += [f"ledger: {value['ledger']}", f"dropped rows: {value['dropped_rows']}"]
-    emit(Answer(value, *lines, f"{value['optimizer_steps']} optimizer steps"), as_json)
+    emit(prepare_dataset(job, out, engine.value, workers), as_json)
 
 
 @data.command("export")
-def data_export(folder: Path, out: Path, format: Annotated[Format, typer.Option()]) -> None:
+def data_export(folder: Path, out: Path, format: Annotated[Format, typer.Option()], as_json: Json = False) -> None:
     """Write a prepared folder as Megatron .bin/.idx (no loss mask) or as parquet."""
     from kit.data.dataset import Dataset
     from kit.data.export import to_megatron, to_parquet
 
     write = to_megatron if format == Format.MEGATRON else to_parquet
-    print(write(Dataset(folder), out))
+    emit(write(Dataset(folder), out), as_json)
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="File, folder or hub id.")]
@@ -77,12 +86,12 @@ Language = Annotated[str, typer.Option("--lang", help="Only rows of this languag
 
 
 @data.command("shards")
-def data_shards(source: Source, out: Path, lang: Language = "") -> None:
+def data_shards(source: Source, out: Path, lang: Language = "", as_json: Json = False) -> None:
     """Write raw documents as WebDataset tar files."""
     from kit.data.export import to_webdataset
     from kit.data.sources import open_source
 
-    print(to_webdataset(open_source(source), out, lang=lang))
+    emit(to_webdataset(open_source(source), out, lang=lang), as_json)
 
 
 @data.command("dedup")
@@ -91,8 +100,21 @@ def data_dedup(source: Source, out: Path, lang: Language = "", as_json: Json = F
     from kit.data.dedup import deduplicate
     from kit.data.sources import open_source
 
-    found = deduplicate(open_source(source), out, lang)
-    emit(Answer(found, Table(("documents", "count"), list(found.items()))), as_json)
+    emit(deduplicate(open_source(source), out, lang), as_json)
+
+
+@data.command("tokenizer")
+def data_tokenizer(
+    source: Source,
+    out: Path,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, control tokens included.")] = 32_000,
+    kind: Annotated[TokenizerKind, typer.Option(help="Bytes, or SentencePiece's model.")] = TokenizerKind.BPE,
+    as_json: Json = False,
+) -> None:
+    """Train a tokenizer on the texts of a source."""
+    from kit.data.tokenizer import train_tokenizer
+
+    emit(train_tokenizer(source, out, vocab_size, kind.value), as_json)
 
 
 @app.command(rich_help_panel=DATA)

@@ -1,4 +1,4 @@
-"""Conversation: the one row type inside, and a converter for each format that people have."""
+"""Conversation: the one row type of this package, and a converter from each format that people have."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
 }
 
 
-class Rejected(Exception):  # noqa: N818 - no fault of the kit: a row that is counted and left out
+class Rejected(Exception):  # noqa: N818 - not an error: a row that is counted and left out
     """Why a row is not used: a short, stable phrase."""
 
 
@@ -26,7 +26,7 @@ class Rejected(Exception):  # noqa: N818 - no fault of the kit: a row that is co
 class Conversation:
     """Messages {role, content} in order; a plain-text document is one message of role "text"."""
 
-    id: str  # the row's own, else "<file name>:<line or row number>"
+    id: str  # the row's id, else "<file name>:<line or row number>"
     group: str  # a split never divides a group: the OASST tree, the row's own `group`, else the prompt
     messages: tuple[Message, ...]
     split: str = ""  # "train" or "eval" where the dataset has its own
@@ -47,36 +47,36 @@ def _prompt_key(messages: Iterable[Message]) -> str:
 
 
 def convert(row: Any, source_format: str, name: str, lang: str = "", split: str = "") -> Conversation:
-    """One row, whose id is `name` where it has none of its own. Raises Rejected with the reason."""
+    """The row as a conversation; its id is `name` if the row has none. Raises Rejected with the reason."""
     if not isinstance(row, dict):
         raise Rejected("not an object")
-    spoken = row["prompt"] if isinstance(row.get("prompt"), dict) else row
-    if lang and spoken.get("lang") not in (None, "", lang):
+    first_message = row["prompt"] if isinstance(row.get("prompt"), dict) else row
+    if lang and first_message.get("lang") not in (None, "", lang):
         raise Rejected("other language")
     messages = tuple(FORMATS[source_format].messages(row, lang))
     if source_format != "text":
         _check_order([message["role"] for message in messages])
     tree, group = (_scalar(row.get(key)) for key in ("message_tree_id", "group"))
     return Conversation(
-        row_id(row, name), tree or group or _prompt_key(messages), messages, split, _scalar(spoken.get("lang"))
+        row_id(row, name), tree or group or _prompt_key(messages), messages, split, _scalar(first_message.get("lang"))
     )
 
 
 def row_id(row: Any, name: str) -> str:
-    """What to call a row in reports: its own id, else `name`."""
+    """The row's id for reports, else `name`."""
     keys = ("message_id", "message_tree_id", "id") if isinstance(row, dict) else ()
     return next((found for key in keys if (found := _scalar(row.get(key)))), name)
 
 
 def _scalar(value: Any) -> str:
     text = str(value) if isinstance(value, str | int) else ""
-    return text.encode(errors="backslashreplace").decode()  # a lone surrogate can't be written into a report
+    return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be written as UTF-8
 
 
 def _check_order(roles: Sequence[str]) -> None:
     if "assistant" not in roles:
         raise Rejected("no reply")
-    if any(a == b != "tool" for a, b in pairwise(roles)):  # several tools may answer one call
+    if any(role == following != "tool" for role, following in pairwise(roles)):  # several tools may answer one call
         raise Rejected("two messages of one role in a row")
     if "user" not in roles[: roles.index("assistant")] or "system" in roles[1:]:
         raise Rejected("roles out of order")
@@ -89,7 +89,7 @@ def _message(role: Any, content: Any) -> Message:
 
 
 def _text(content: Any) -> str:
-    """Content as it is; parts of type text are joined."""
+    """The content unchanged; a list of text parts is joined."""
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise Rejected("image or other non-text content")
@@ -148,12 +148,15 @@ def _alpaca(row: Row, lang: str) -> list[Message]:
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise Rejected("history is not pairs")
     turns = [*pairs, (query, row.get("output"))]
-    return _system(row) + [_message(r, c) for pair in turns for r, c in zip(("user", "assistant"), pair, strict=True)]
+    messages = [(_message("user", question), _message("assistant", reply)) for question, reply in turns]
+    return _system(row) + [message for pair in messages for message in pair]
 
 
 def _completion(row: Row, lang: str) -> list[Message]:
-    sides = (("user", row.get("prompt")), ("assistant", row.get("completion")))
-    return [m for role, c in sides for m in (map(_turn, c) if isinstance(c, list) else [_message(role, c)])]
+    messages: list[Message] = []
+    for role, content in (("user", row.get("prompt")), ("assistant", row.get("completion"))):
+        messages += [_turn(turn) for turn in content] if isinstance(content, list) else [_message(role, content)]
+    return messages
 
 
 def _document(row: Row, lang: str) -> list[Message]:
@@ -163,7 +166,7 @@ def _document(row: Row, lang: str) -> list[Message]:
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of a format are known and turned into messages."""
+    """How to recognise rows of a format, and how to turn one into messages."""
 
     keys: str
     fits: Callable[[Row], bool]
@@ -175,7 +178,7 @@ def _turns_have(row: Row, key: str) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and bool(turns[0].get(key))
 
 
-# In the order in which they are tried: OASST messages have `text` too.
+# The first that fits is taken: OASST messages have `text` too.
 FORMATS = {
     "oasst_trees": Format(
         "`prompt` and `message_tree_id`", lambda r: isinstance(r.get("prompt"), dict) and "message_tree_id" in r, _tree
@@ -197,7 +200,7 @@ FORMATS = {
         _document,
     ),
 }
-# The columns that any converter reads; a table's others are not decoded.
+# The columns that the converters read; other columns of a table are not decoded.
 COLUMNS = frozenset(
     {"id", "group", "lang", "message_tree_id", "prompt", "message_id", "parent_id", "text", "role", "rank", "deleted"}
     | {"created_date", "review_result", "messages", "conversations", "system", "instruction", "input", "output"}

@@ -1,54 +1,57 @@
-"""Dataset: conversations to a folder of packed rows that every rank memory-maps, with an exact account of tokens."""
+"""Dataset: a prepared folder of packed rows that every rank memory-maps; `prepare` builds it, once per content.
+
+source rows -> documents with a ledger (documents.py, one part per worker or array task)
+            -> packed rows and manifest in a published folder (publish.py)
+"""
 
 import fcntl
-import hashlib
 import os
-import shutil
 import tempfile
-import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kit import files
 from kit.config.recipe import Recipe
-from kit.data.engine import Name
-from kit.data.pack import lower_bound, pack
-from kit.data.parts import EXAMPLES, TOKENS, Array, Documents, Ledger, as_lists, encode_part, inputs, settings, stamp
-from kit.errors import InputError, KitError
+from kit.data.documents import PartReport, encode_part
+from kit.data.engine import EngineName
+from kit.data.identity import dataset_digest, inputs_stamp, same_settings, settings
+from kit.data.preview import Preview
+from kit.data.publish import ROWS_FILE, publish
+from kit.data.records import OnBytes
+from kit.data.sources import ALL_ROWS, Part, Source, SourceFiles, detect_format, find_files
+from kit.errors import InputError
+from kit.show import Part as ResultPart
+from kit.show import Result, Table, progress_bar
 
-IN_A_BATCH = 2**24  # tokens of one Arrow batch: lists have int32 offsets, so a long table is many batches
-STEADY_S = 2.0  # a file that changed less than this ago may change again under the same time stamp
-
-ARROW = "data-00000-of-00001.arrow"
-STATE: dict[str, Any] = {
-    "_format_columns": None,
-    "_format_kwargs": {},
-    "_format_type": None,
-    "_output_all_columns": False,
-    "_split": None,
-}
-
-Progress = Callable[[str], None]
+SHOWN_LENGTHS = 8  # rows of the table of lengths
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """A prepared folder: train/ and eval/ (Arrow; input_ids, labels, seq_lengths), tokenizer/, manifest.json."""
+class Dataset(Result):
+    """A prepared folder: train/ and eval/ (Arrow: input_ids, labels, seq_lengths), tokenizer/, manifest.json.
+
+    `Dataset(path)` opens any prepared folder, of older versions too.
+    """
 
     path: Path
+    recipe: Recipe | None = field(default=None, compare=False, repr=False)  # what it was prepared for
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """Digest, splits, ledger, dropped rows, languages, leaks and length histogram."""
+        """Digest, settings, splits, ledger, dropped rows, languages, leaks and histogram of lengths."""
         return dict(files.read_json(self.path / "manifest.json"))
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Steps of the complete run; None for a folder that was opened without a recipe."""
+        return self.recipe.optimizer_steps(self.manifest["splits"]["train"]["rows"]) if self.recipe else None
 
     def rows(self, split: str) -> Any:
         """The split as a memory-mapped datasets.Dataset."""
@@ -56,211 +59,197 @@ class Dataset:
 
         return datasets.load_from_disk(str(self.path / split))
 
-    def as_dict(self, recipe: Recipe) -> dict[str, Any]:
+    def preview(self, row: int = 0, split: str = "train", tokens: int = 400) -> Preview:
+        """The first tokens of one packed row: its documents, and what the loss counts. Raises InputError."""
+        splits = self.manifest["splits"]
+        if split not in splits:
+            raise InputError(f"{self.path} has no split {split!r}; it has {' and '.join(splits)}.")
+        if not 0 <= row < splits[split]["rows"]:
+            raise InputError(f"Row {row} of {split}: choose one from 0 to {splits[split]['rows'] - 1}.")
+        return Preview.read(self.path / split / ROWS_FILE, self.path / "tokenizer", row, tokens)
+
+    def as_dict(self) -> dict[str, Any]:
         """What `kit prepare --json` prints."""
-        steps = recipe.optimizer_steps(self.manifest["splits"]["train"]["rows"])
-        return {"folder": str(self.path), **self.manifest, "optimizer_steps": steps}
+        return {"folder": str(self.path), **self.manifest, "optimizer_steps": self.optimizer_steps}
+
+    def parts(self) -> Iterator[ResultPart]:
+        """Sizes of the splits, where the tokens went, dropped rows, languages and lengths."""
+        manifest = self.manifest
+        engine = f"; engine {manifest['engine']}" if "engine" in manifest else ""
+        yield f"{self.path}  ({manifest['format']}{engine})"
+        yield Table.of([{"split": name, **sizes} for name, sizes in manifest["splits"].items()])
+        yield _ledger_table(manifest)
+        if manifest["dropped_rows"]:
+            yield _dropped_table(manifest)
+        if len(manifest["languages"]) > 1:
+            yield Table.of([{"language": name, **sizes} for name, sizes in manifest["languages"].items()], "Languages")
+        yield _lengths_table(manifest["lengths"])
+        if manifest["leaks"]["prompts"]:
+            examples = ", ".join(manifest["leaks"]["examples"])
+            yield f"{manifest['leaks']['prompts']} prompts are in train and in eval, such as eval rows {examples}."
+        if self.optimizer_steps is not None:
+            yield f"{self.optimizer_steps:,} optimizer steps"
+
+
+def _ledger_table(manifest: dict[str, Any]) -> Table:
+    ledger, loss_tokens = manifest["ledger"], sum(split["loss_tokens"] for split in manifest["splits"].values())
+    tokens = {
+        "kept, in the loss": loss_tokens,
+        "kept, context alone": ledger["kept_tokens"] - loss_tokens,
+        **{f"dropped: {reason}": count for reason, count in ledger["dropped"].items()},
+        "read": ledger["read_tokens"],
+    }
+    total = max(1, ledger["read_tokens"])
+    rows = [(name, count, f"{count / total:.1%}") for name, count in tokens.items()]
+    return Table(("tokens", "count", "share"), rows, "Where the tokens went")
+
+
+def _dropped_table(manifest: dict[str, Any]) -> Table:
+    examples = manifest["dropped_examples"]
+    rows = [(reason, count, ", ".join(examples.get(reason, []))) for reason, count in manifest["dropped_rows"].items()]
+    return Table(("reason", "rows", "for example"), rows, "Dropped rows")
+
+
+def _lengths_table(histogram: dict[str, list[int]]) -> Table:
+    """The manifest's bins, joined to SHOWN_LENGTHS rows."""
+    joined = len(histogram["upto"]) // SHOWN_LENGTHS
+    edges = histogram["upto"][joined - 1 :: joined]
+    counts = [sum(histogram["documents"][start : start + joined]) for start in range(0, len(edges) * joined, joined)]
+    total = sum(counts)
+    rows = [(edge, count, f"{count / total:.1%}") for edge, count in zip(edges, counts, strict=True)]
+    return Table(("up to tokens", "documents", "share"), rows, "Lengths")
 
 
 def prepare(
     recipe: Recipe,
     out: Path = Path("prepared"),
-    progress: Progress | None = None,
-    engine: Name = "tokenizers",
+    engine: EngineName = "auto",
     workers: int = 1,
+    progress: bool = True,
 ) -> Dataset:
-    """The recipe's dataset folder under `out`, built once: the same inputs give the same folder, byte for byte.
+    """The recipe's dataset folder under `out`, built if no folder with the same digest is there.
 
-    Neither engine nor workers (processes) changes it. Raises InputError where the data, the tokenizer or the engine is
-    not found, KitError where nothing is left to train on.
+    The rows do not depend on engine and workers (processes), to the byte. Raises InputError where the data, the
+    tokenizer or the engine is not found, KitError where nothing is left to train on.
     """
-    return _once(recipe, out, progress, lambda folder: _encode_all(recipe, folder, engine, workers))
+    found = find_files(recipe.data.source)
+
+    def encode(folder: Path) -> Sequence[Path]:
+        source = detect_format(found, recipe.data.source, recipe.data.source_format)
+        if not progress:
+            return _encode(recipe, source, folder, engine, workers)
+        size = sum(path.stat().st_size for path in source.files)
+        with progress_bar(size, "prepare", "B", unit_scale=True) as bar:
+            return _encode(recipe, source, folder, engine, workers, bar.update)
+
+    return _build_once(recipe, found, out, encode)
 
 
-def merge(recipe: Recipe, parts: Sequence[Path], out: Path = Path("prepared"), progress: Any = None) -> Dataset:
-    """The dataset folder from the files that `encode_part` made, such as by the tasks of a Slurm array.
+def merge(recipe: Recipe, parts: Sequence[Path], out: Path = Path("prepared")) -> Dataset:
+    """The dataset folder from the files that `encode_part` wrote, such as by the tasks of a Slurm array.
 
     Raises InputError where a part is missing or was made from other inputs.
     """
-    made, marks = stamp(recipe), Documents(parts).marks
-    if other := [path.name for path, mark in zip(parts, marks, strict=True) if mark["stamp"] != made]:
+    found, reports = find_files(recipe.data.source), [PartReport.of(part) for part in parts]
+    stamp = inputs_stamp(recipe, found)
+    if other := [part.name for part, report in zip(parts, reports, strict=True) if report.stamp != stamp]:
         raise InputError(f"{', '.join(other)}: made from other inputs or settings than these; encode again.")
-    shares, count = [mark["part"][0] for mark in marks], marks[0]["part"][1] if marks else 1
-    if sorted(shares) != list(range(count)):
-        raise InputError(f"Parts {sorted(shares)} of 0 to {count - 1} are here; each is needed once.")
-    return _once(recipe, out, progress, lambda folder: parts)
+    indices, count = sorted(report.index for report in reports), reports[0].count if reports else 1
+    if indices != list(range(count)):
+        raise InputError(f"Parts {indices} of 0 to {count - 1} are here; each is needed once.")
+    return _build_once(recipe, found, out, lambda folder: parts)
 
 
 def find_prepared(recipe: Recipe, out: Path = Path("prepared")) -> Dataset | None:
-    """The newest folder prepared with these settings, found without reading the data or loading a tokenizer."""
-    manifests = [p for p in out.glob("*/manifest.json") if not p.parent.name.startswith(".")]
-    found = [p for p in manifests if files.read_json(p)["settings"] == settings(recipe)]
-    return Dataset(max(found, key=lambda p: p.stat().st_mtime).parent) if found else None
+    """The folder that `prepare` would return without building it, or None. Data are read only if they have changed."""
+    wanted = settings(recipe)
+    manifests = [path for path in out.glob("*/manifest.json") if not path.parent.name.startswith(".")]
+    if not any(same_settings(files.read_json(path)["settings"], wanted) for path in manifests):
+        return None
+    try:
+        digest = dataset_digest(recipe, find_files(recipe.data.source), out)
+    except InputError:  # the data or the tokenizer is gone: prepare would raise
+        return None
+    path = _folder_of_digest(out, digest)
+    return Dataset(path, recipe) if path else None
 
 
-def _whole(path: Path) -> bool:
-    return (path / "manifest.json").is_file()  # written last, before the folder gets its name
+def _folder_of_digest(out: Path, digest: str) -> Path | None:
+    manifests = sorted(out.glob(f"*-{digest[:12]}/manifest.json"))
+    return next((path.parent for path in manifests if not path.parent.name.startswith(".")), None)
 
 
-def _once(recipe: Recipe, out: Path, progress: Progress | None, encode: Callable[[Path], Sequence[Path]]) -> Dataset:
+def _build_once(recipe: Recipe, found: SourceFiles, out: Path, encode: Callable[[Path], Sequence[Path]]) -> Dataset:
     out.mkdir(parents=True, exist_ok=True)
-    digest, say = _digest(recipe, out), progress or (lambda text: None)
-    path = out / f"{recipe.name}-{digest[:12]}"
-    with _one_builder(path, say) as first:
-        if first:
+    digest = dataset_digest(recipe, found, out)
+    path = _folder_of_digest(out, digest)
+    if path:
+        return Dataset(path, recipe)
+    with _dataset_lock(out, digest):
+        path = _folder_of_digest(out, digest)  # another process may have built it in the meantime
+        if not path:
+            path = out / f"{recipe.name}-{digest[:12]}"
             with tempfile.TemporaryDirectory(dir=out, prefix=f".{path.name}.parts.") as folder:
-                _publish(recipe, digest, encode(Path(folder)), path, say)
-    return Dataset(path)
+                parts = encode(Path(folder))
+                try:
+                    publish(recipe, digest, parts, path)
+                except InputError:
+                    if not (path / "manifest.json").is_file():  # else another was faster, where there are no locks
+                        raise
+    return Dataset(path, recipe)
 
 
 @contextmanager
-def _one_builder(path: Path, say: Progress) -> Iterator[bool]:
-    """Whether the folder is still to build. Many may start at once; one builds, the others wait and find it done.
+def _dataset_lock(out: Path, digest: str) -> Iterator[None]:
+    """Hold the lock of this digest: of many processes that start at once, one builds and the others wait.
 
-    Where the file system has no locks (NFS without lockd), more than one may build: the work is double, the result is
-    not, since the first to finish gives the folder its name.
+    Where the file system has no locks (NFS without lockd), several may build. The result is the same, since the first
+    to finish gives the folder its name.
     """
-    if _whole(path):
-        yield False
-        return
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
+    with (out / f".{digest[:12]}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            say(f"No file locks in {path.parent} ({error.strerror}): others that start now will build {path} too.")
-        yield not _whole(path)
+            warnings.warn(
+                f"No file locks in {out} ({error.strerror}): other processes that start now build the same dataset.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        yield
 
 
-def _digest(recipe: Recipe, out: Path) -> str:
-    """sha256 over the input bytes, the settings that shape rows, the tokenizer's files and the code that makes them.
-
-    Digests of files are kept in `out`/.digests.json by path, size and time, so that large inputs are read once.
-    """
-    told, paths = inputs(recipe)
-    kept_in, total = out / ".digests.json", hashlib.sha256(told)
-    known = files.read_json(kept_in) if kept_in.is_file() else {}
-    new = {}
-    for path in paths:
-        found = path.stat()
-        key = f"{path.absolute()} {found.st_size} {found.st_mtime_ns}"
-        if not (value := known.get(key)):
-            with path.open("rb") as stream:
-                value = hashlib.file_digest(stream, "sha256").hexdigest()
-            if time.time() - found.st_mtime > STEADY_S:
-                new[key] = value
-        total.update(value.encode())
-    if new:
-        files.write_json(kept_in, known | new)
-    return total.hexdigest()
-
-
-def _encode_all(recipe: Recipe, folder: Path, engine: Name, workers: int) -> list[Path]:
+def _encode(
+    recipe: Recipe, source: Source, folder: Path, engine: EngineName, workers: int, on_bytes: OnBytes | None = None
+) -> Sequence[Path]:
     if workers == 1:
-        return [encode_part(recipe, folder, engine=engine)]
-    shares = [(i, workers) for i in range(workers)]
-    # Fresh processes: a forked one may hold locks of the parent's threads. One thread each, as many as workers.
-    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
-        return list(pool.map(partial(encode_part, recipe, folder, engine=engine), shares))
+        return [encode_part(recipe, source, folder, ALL_ROWS, engine, on_bytes)]
+    context = get_context("spawn")  # a forked process may hold locks of the parent's threads
+    bytes_read = context.Value("d", 0.0)
+    with ProcessPoolExecutor(workers, context, _start_worker, (bytes_read,)) as pool:
+        parts = [Part(index, workers) for index in range(workers)]
+        futures = [pool.submit(_encode_in_worker, recipe, source, folder, part, engine) for part in parts]
+        pending, reported = set(futures), 0.0
+        while pending:
+            _, pending = wait(pending, timeout=0.2)
+            if on_bytes:
+                on_bytes(bytes_read.value - reported)
+                reported = bytes_read.value
+        return [future.result() for future in futures]
 
 
-def _one_thread() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+_bytes_read: Any = None  # in a worker: the counter that all workers share
 
 
-def _publish(recipe: Recipe, digest: str, parts: Sequence[Path], path: Path, say: Progress) -> None:
-    """Merge, pack and write; the folder gets its name when all is in it."""
-    documents, ledger = Documents(parts), Ledger()
-    for mark in documents.marks:
-        ledger.add(mark["ledger"])
-    reason = documents.marks[0]["format"]
-    say(f"{ledger.read_tokens:,} tokens encoded ({reason})")
-    splits = _splits(documents.columns, ledger)
-    if not len(splits["train"]):
-        raise KitError(f"Nothing is left to train on from {recipe.data.source}: {dict(ledger.dropped_rows)}.")
-    ledger.kept_tokens = sum(_sizes(documents.columns, which)["tokens"] for which in splits.values())
-    ledger.check()
-    try:
-        with files.new_folder(path) as folder:
-            shutil.copytree(parts[0].parent / "tokenizer", folder / "tokenizer")
-            sizes = {
-                k: _write(folder / k, documents, which, recipe, digest) for k, which in splits.items() if which.size
-            }
-            told = {"digest": digest, "format": reason, "splits": sizes, "settings": settings(recipe)}
-            files.write_json(folder / "manifest.json", told | _account(documents.columns, splits, ledger))
-    except InputError:
-        if not _whole(path):  # else another was faster, where there are no locks
-            raise
-    say(f"{len(splits['train'])} documents for training, {len(splits['eval'])} for evaluation")
+def _start_worker(bytes_read: Any) -> None:
+    global _bytes_read
+    _bytes_read = bytes_read
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each worker
 
 
-def _splits(columns: dict[str, Array], ledger: Ledger) -> dict[str, Array]:
-    """The documents of train and of eval, without those of a conversation that came before, word for word."""
-    _, first, group = np.unique(columns["key"], return_index=True, return_inverse=True)
-    again = columns["conversation"] != columns["conversation"][first[group]]
-    for name, tokens in zip(columns["id"][again], columns["length"][again].tolist(), strict=True):
-        ledger.drop(name, "duplicate", tokens)
-    return {name: np.flatnonzero(~again & (columns["eval"] == side)) for side, name in enumerate(("train", "eval"))}
+def _encode_in_worker(recipe: Recipe, source: Source, folder: Path, part: Part, engine: EngineName) -> Path:
+    return encode_part(recipe, source, folder, part, engine, _count_bytes)
 
 
-def _sizes(columns: dict[str, Array], which: Array) -> dict[str, int]:
-    return {
-        "conversations": len(np.unique(columns["conversation"][which])),
-        "documents": len(which),
-        "tokens": int(columns["length"][which].sum()),
-        "loss_tokens": int(columns["counted"][which].sum()),
-    }
-
-
-def _write(path: Path, documents: Documents, which: Array, recipe: Recipe, digest: str) -> dict[str, Any]:
-    """One split, packed, as datasets.save_to_disk lays it out; returns its sizes."""
-    import pyarrow as pa
-
-    size, lengths = recipe.data.seq_len, documents.columns["length"][which]
-    order, starts = np.arange(len(which)), np.arange(len(which) + 1)
-    if recipe.data.packing:
-        order, starts = pack(lengths, size, recipe.schedule.seed)
-    path.mkdir()
-    names, rows, step = [*TOKENS, "seq_lengths"], len(starts) - 1, max(1, IN_A_BATCH // size)
-    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
-    with pa.OSFile(str(path / ARROW), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for at in range(0, rows, step):
-            bounds = starts[at : at + step + 1]
-            chosen, bounds = order[bounds[0] : bounds[-1]], bounds - bounds[0]
-            in_tokens = np.r_[0, np.cumsum(lengths[chosen])][bounds]
-            columns = [as_lists(documents.tokens(name, which[chosen]), in_tokens) for name in TOKENS]
-            writer.write_batch(pa.record_batch([*columns, as_lists([lengths[chosen]], bounds)], schema))
-    kind = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
-    files.write_json(path / "dataset_info.json", {"features": dict.fromkeys(names, kind)})
-    mark = hashlib.sha256(f"{digest} {path.name}".encode()).hexdigest()[:16]
-    files.write_json(path / "state.json", STATE | {"_data_files": [{"filename": ARROW}], "_fingerprint": mark})
-    fill, bound = int(lengths.sum()) / (rows * size), lower_bound(lengths, size) if recipe.data.packing else rows
-    return {"rows": rows, **_sizes(documents.columns, which), "fill": round(fill, 6), "bound": bound}
-
-
-def _account(columns: dict[str, Array], splits: dict[str, Array], ledger: Ledger) -> dict[str, Any]:
-    """Where rows and tokens went, and what the kept ones are."""
-    kept = np.concatenate(list(splits.values()))
-    asked = {name: columns["prompt"][which] for name, which in splits.items()}
-    both = np.intersect1d(asked["train"], asked["eval"])
-    langs = columns["lang"][kept]
-    tokens = {k: v for k, v in vars(ledger).items() if k.endswith("_tokens")}
-    return {
-        "ledger": tokens | {"dropped": dict(sorted((+ledger.dropped).items()))},
-        "dropped_rows": dict(sorted(ledger.dropped_rows.items())),
-        "dropped_examples": dict(sorted(ledger.examples.items())),
-        "changed_rows": dict(sorted((+ledger.changed_rows).items())),
-        "template_tokens": round(float(columns["structure"][kept].mean()), 1),
-        "languages": {lang or "unknown": _sizes(columns, kept[langs == lang]) for lang in sorted(set(langs))},
-        "leaks": {
-            "prompts": len(both),
-            "examples": columns["id"][splits["eval"][np.isin(asked["eval"], both)]][:EXAMPLES].tolist(),
-        },
-        "lengths": _histogram(columns["length"][kept]),
-    }
-
-
-def _histogram(lengths: Array, bins: int = 24) -> dict[str, list[int]]:
-    """Documents by length in tokens, in equal bins: {"upto": right edges, "documents": counts}."""
-    width = max(1, -(-int(lengths.max()) // bins))
-    counts = np.bincount((lengths - 1) // width, minlength=bins)
-    return {"upto": [width * (i + 1) for i in range(bins)], "documents": counts.tolist()}
+def _count_bytes(count: float) -> None:
+    with _bytes_read.get_lock():
+        _bytes_read.value += count

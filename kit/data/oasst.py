@@ -1,16 +1,16 @@
 """OASST trees: flat messages joined into them, and the best path through one."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-Node = dict[str, Any]
-Place = tuple[int, int]
+Node = dict[str, Any]  # a message with its `replies`
+Place = TypeVar("Place")
 
 
 def join(rows: Iterable[tuple[Place, Any]], reject: Callable[[Place, Any, str], None]) -> Iterator[tuple[Place, Node]]:
-    """Flat messages into nested trees, each at the place of its root and in the order of the roots.
+    """Flat messages joined into nested trees, each with the place of its root, in the order of the roots.
 
-    A message whose id came before, whose parent is missing, or whose parents go round in a circle is rejected.
+    A message is rejected if its id was seen before, its parent is missing, or its parents form a circle.
     """
     nodes: dict[str, tuple[Place, Node]] = {}
     for place, row in rows:
@@ -23,24 +23,28 @@ def join(rows: Iterable[tuple[Place, Any]], reject: Callable[[Place, Any, str], 
     lost: list[Node] = []
     for _, node in nodes.values():
         parent = str(node.get("parent_id") or "")
-        (nodes[parent][1]["replies"] if parent in nodes else lost if parent else roots).append(node)
+        if parent in nodes:
+            nodes[parent][1]["replies"].append(node)
+        else:
+            (lost if parent else roots).append(node)
     for root in roots:
         yield nodes[_id(root)][0], {"message_tree_id": root.get("message_tree_id") or _id(root), "prompt": root}
-    for node in _all(lost):
+    for node in _descendants(lost):
         reject(nodes[_id(node)][0], node, "parent is missing")
-    for key in nodes.keys() - set(map(_id, _all(roots + lost))):
+    for key in nodes.keys() - set(map(_id, _descendants(roots + lost))):
         reject(*nodes[key], "parents in a circle")
 
 
-def _all(starts: Iterable[Node]) -> list[Node]:
+def _descendants(starts: Iterable[Node]) -> list[Node]:
+    """These nodes and all below them."""
     nodes = list(starts)
-    for node in nodes:  # grows while it runs
+    for node in nodes:  # the list grows while it is read
         nodes += node["replies"]
     return nodes
 
 
 def unusable(node: Any, lang: str = "") -> str:
-    """Why a message is filtered out; empty where it survives. review_result is false for spam, null if undecided."""
+    """Why a message is left out; empty if it is used. review_result is false for spam, null if undecided."""
     if not isinstance(node, dict):
         return "message is not an object"
     if node.get("deleted") or node.get("review_result") is False:
@@ -53,38 +57,57 @@ def unusable(node: Any, lang: str = "") -> str:
 def best_path(root: Node, lang: str = "") -> list[Node]:
     """The longest path that takes the best-ranked assistant reply at each branch and ends in a reply; else empty.
 
-    rank 0 is best (Open-Assistant's ranked pairs); where filtering removed it, the best that is left counts. Unranked
-    siblings come after ranked ones, oldest first. Ties between paths go to more characters, then to the smaller id.
+    Rank 0 is best (Open-Assistant's ranked pairs); if it was filtered out, the best remaining rank is taken. Unranked
+    siblings come after ranked ones, oldest first. Of paths of one length, the one with more characters is taken, then
+    the one whose last reply has the smaller id.
     """
     nodes = [(root, -1)] if not unusable(root, lang) else []
-    for index, (node, _) in enumerate(nodes):  # grows while it runs: every node after its parent
-        nodes += [(reply, index) for reply in _next(node, lang)]
-    # Of each node's best path to a reply: (-messages, -characters, id of the last reply, where it goes on).
-    tails: list[tuple[int, int, str, int] | None] = [None] * len(nodes)
+    for index, (node, _) in enumerate(nodes):  # the list grows while it is read: every node comes after its parent
+        nodes += [(reply, index) for reply in _followers(node, lang)]
+    tails: list[_Tail | None] = [None] * len(nodes)
     for index in range(len(nodes) - 1, -1, -1):
         node, parent = nodes[index]
-        tail = tails[index] or ((0, 0, _id(node), -1) if node.get("role") != "prompter" else None)
-        if tail:
-            tails[index] = tail
-            longer = (tail[0] - 1, tail[1] - len(node["text"]), tail[2], index)
-            if index:
-                tails[parent] = min(tails[parent] or longer, longer)
-    path, at = [], 0
-    while nodes and at >= 0 and (tail := tails[at]):
-        path.append(nodes[at][0])
-        at = tail[3]
+        tail = tails[index]
+        if not tail and node.get("role") != "prompter":
+            tail = tails[index] = _Tail(0, 0, _id(node), END)
+        if tail and index:
+            longer = _Tail(tail.messages - 1, tail.characters - len(node["text"]), tail.last_reply, index)
+            tails[parent] = min(tails[parent] or longer, longer)
+    return _follow(tails, [node for node, _ in nodes])
+
+
+class _Tail(NamedTuple):
+    """The best path from a node down to a reply; the smallest is the best. Counts are negative: more is better."""
+
+    messages: int  # after the node
+    characters: int
+    last_reply: str  # its id
+    next_index: int  # of the next node on the path, or END
+
+
+END = -1
+
+
+def _follow(tails: list[_Tail | None], nodes: list[Node]) -> list[Node]:
+    path, index = [], 0 if nodes else END
+    while index != END:
+        tail = tails[index]
+        if not tail:  # the root alone: no reply below it
+            break
+        path.append(nodes[index])
+        index = tail.next_index
     return path
 
 
-def _next(node: Node, lang: str) -> list[Node]:
+def _followers(node: Node, lang: str) -> list[Node]:
     replies = node.get("replies")
-    alive = [r for r in replies if not unusable(r, lang)] if isinstance(replies, list) else []
-    return sorted(alive, key=_preference)[:1] if node.get("role") == "prompter" else alive
+    usable = [reply for reply in replies if not unusable(reply, lang)] if isinstance(replies, list) else []
+    return sorted(usable, key=_preference)[:1] if node.get("role") == "prompter" else usable
 
 
 def _preference(node: Node) -> tuple[float, str, str]:
     rank = node.get("rank")
-    if not isinstance(rank, int | float) or not rank >= 0:  # NaN too, which some writers put for null
+    if not isinstance(rank, int | float) or not rank >= 0:  # NaN as well, which some programs write for null
         rank = float("inf")
     return (rank, str(node.get("created_date") or ""), _id(node))
 

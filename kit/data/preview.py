@@ -1,21 +1,129 @@
-"""Preview: the rows of a dataset as a person sees them, with what the loss counts in colour."""
+"""Preview: one packed row as text, with what the loss counts marked and a line between documents."""
 
 import html
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from kit.data.dataset import Dataset
 from kit.data.encode import IGNORE
+from kit.show import Part, Result
+
+IN_LOSS_STYLE = "background:#dbeafe;color:#1d4ed8"
+DOCUMENT_LINE = '<hr style="border:0;border-top:2px dashed #64748b">'
+REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not a complete character
 
 
-def preview(dataset: Dataset, split: str = "train", row: int = 0, tokens: int = 400) -> str:
-    """The head of one row as HTML: what the loss counts in blue on light blue, document borders as bars."""
-    from transformers import AutoTokenizer
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one document that follow each other and are all in the loss, or all not."""
 
-    tokenizer = AutoTokenizer.from_pretrained(dataset.path / "tokenizer")
-    values = dataset.rows(split)[row]
-    starts = {sum(values["seq_lengths"][:i]) for i in range(1, len(values["seq_lengths"]))}
-    parts = []
-    for i, (token, label) in enumerate(zip(values["input_ids"][:tokens], values["labels"], strict=False)):
-        style = ' style="background:#dbeafe;color:#1d4ed8"' if label != IGNORE else ""
-        bar = '<hr style="border:0;border-top:2px dashed #334155">' if i in starts else ""
-        parts.append(f"{bar}<span{style}>{html.escape(tokenizer.decode([token]))}</span>")
-    return f'<div style="white-space:pre-wrap;font-family:monospace;font-size:12px">{"".join(parts)}</div>'
+    text: str
+    tokens: int
+    in_loss: bool
+    document: int  # in the row, from 0
+
+
+@dataclass(frozen=True)
+class Preview(Result):
+    """One row of a split, as `spans` of its first `shown` tokens. In plain text \u27e6 \u27e7 enclose the loss."""
+
+    split: str
+    row: int
+    rows: int  # of the split
+    documents: int
+    tokens: int
+    loss_tokens: int
+    shown: int
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def read(cls, rows_file: Path, tokenizer_folder: Path, row: int, limit: int) -> "Preview":
+        """Row number `row` of an Arrow file of packed rows, with at most `limit` tokens as text."""
+        import pyarrow as pa
+        from tokenizers import Tokenizer
+
+        with pa.memory_map(str(rows_file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            table = stream.read_all()
+            values = table.slice(row, 1).to_pylist()[0]
+        ids, lengths = values["input_ids"], values["seq_lengths"]
+        in_loss = [label != IGNORE for label in values["labels"]]
+        tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        spans = tuple(_spans(tokenizer, ids, in_loss, lengths, limit))
+        shown = sum(span.tokens for span in spans)
+        return cls(rows_file.parent.name, row, table.num_rows, len(lengths), len(ids), sum(in_loss), shown, spans)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields; spans as dictionaries."""
+        return asdict(self)
+
+    def parts(self) -> Iterator[Part]:
+        """A headline, then the text."""
+        yield self._headline()
+        documents = groupby(self.spans, key=lambda span: span.document)
+        yield f"\n{'-' * 40}\n".join("".join(map(_marked, spans)) for _, spans in documents)
+
+    def _headline(self) -> str:
+        cut = f"; the first {self.shown:,} tokens are shown" if self.shown < self.tokens else ""
+        return (
+            f"{self.split} row {self.row} of 0 to {self.rows - 1}: {self.documents} documents, {self.tokens:,} tokens, "
+            f"{self.loss_tokens:,} in the loss (marked){cut}"
+        )
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        text = Text(self._headline() + "\n")
+        for before, span in zip([None, *self.spans], self.spans, strict=False):
+            if before and before.document != span.document:
+                text.append("\n" + "-" * 40 + "\n", "dim")
+            text.append(span.text, "blue on white" if span.in_loss else "")
+        return text
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        documents = groupby(self.spans, key=lambda span: span.document)
+        body = DOCUMENT_LINE.join("".join(map(_html_span, spans)) for _, spans in documents)
+        page = (
+            f"<div>{html.escape(self._headline())}</div>"
+            f'<div style="white-space:pre-wrap;font-family:monospace;font-size:12px">{body}</div>'
+        )
+        return {"text/html": page, "text/plain": str(self)}
+
+
+def _marked(span: Span) -> str:
+    return f"\u27e6{span.text}\u27e7" if span.in_loss else span.text
+
+
+def _html_span(span: Span) -> str:
+    style = f' style="{IN_LOSS_STYLE}"' if span.in_loss else ""
+    return f"<span{style}>{html.escape(span.text)}</span>"
+
+
+def _spans(tokenizer: Any, ids: list[int], in_loss: list[bool], lengths: list[int], limit: int) -> Iterator[Span]:
+    """Spans are decoded together with what is before them in their document: a character may be several tokens, and
+    some decoders treat the first token of a text in another way."""
+    start = 0
+    for document, length in enumerate(lengths):
+        end = min(start + length, limit)
+        if start >= end:
+            return
+        decoded = ""
+        position = start
+        for flag, group in groupby(in_loss[start:end]):
+            stop = position + len(list(group))
+            if stop == limit < start + length:
+                stop = _complete_character(tokenizer, ids, start, stop)
+            text = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
+            if stop > position:
+                yield Span(text[len(decoded) :], stop - position, flag, document)
+            decoded, position = text, stop
+        start += length
+
+
+def _complete_character(tokenizer: Any, ids: list[int], start: int, stop: int) -> int:
+    """The end before `stop` at which the text does not break off inside a character (4 bytes at most)."""
+    for end in range(stop, max(start, stop - 4), -1):
+        if not tokenizer.decode(ids[start:end], skip_special_tokens=False).endswith(REPLACEMENT):
+            return end
+    return stop

@@ -94,7 +94,7 @@ def one(source: str, tokenizer: str, engine: str, out: str) -> None:
     wall, cpu = time.perf_counter() - start, time.process_time()
     start = time.perf_counter()
     prepare(job, Path(out), engine=engine)  # type: ignore[arg-type]
-    told = dataset.as_dict(job)
+    told = dataset.as_dict()
     print(
         json.dumps(
             {

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ import pytest
 from kit.config.models import load_tokenizer
 from kit.config.recipe import Recipe
 from kit.data import dataset as data
-from kit.data.dataset import find_prepared, merge, prepare
+from kit.data import publish
+from kit.data.dataset import Dataset, find_prepared, merge, prepare
+from kit.data.documents import encode_part, is_eval
 from kit.data.encode import IGNORE
-from kit.data.parts import Ledger, _is_eval, encode_part
-from kit.data.preview import preview
-from kit.data.sources import open_source
+from kit.data.engine import PROBE_TEXTS, Engine
+from kit.data.ledger import Ledger
+from kit.data.sources import Part, open_source
 from kit.errors import InputError, KitError
 from tests.llama31 import llama31  # noqa: F401 - a fixture
 
@@ -182,13 +185,15 @@ def test_the_bytes_are_the_same_for_two_workers_and_another_hash_seed(recipe, da
 
 
 def test_eight_parts_made_apart_merge_into_the_same_folder(recipe, dataset, tmp_path):
-    parts = [encode_part(recipe, tmp_path / "parts", (i, 8)) for i in range(8)]
+    source = open_source(recipe.data.source)
+    parts = [encode_part(recipe, source, tmp_path / "parts", Part(i, 8), "auto") for i in range(8)]
     merged = merge(recipe, parts[::-1], tmp_path / "merged")
     assert digest_of(merged.path) == digest_of(dataset.path)
 
 
 def test_parts_that_are_missing_or_of_another_recipe_are_refused(recipe, tmp_path):
-    parts = [encode_part(recipe, tmp_path / "parts", (i, 2)) for i in range(2)]
+    source = open_source(recipe.data.source)
+    parts = [encode_part(recipe, source, tmp_path / "parts", Part(i, 2)) for i in range(2)]
     with pytest.raises(InputError, match=r"Parts \[1\] of 0 to 1 are here"):
         merge(recipe, parts[1:])
     with pytest.raises(InputError, match="made from other inputs or settings"):
@@ -205,21 +210,21 @@ def test_sixty_four_starters_build_once(recipe):
     assert [p for p in made[0].path.parent.iterdir() if p.is_dir()] == [made[0].path]
 
 
-def test_without_file_locks_two_builders_leave_one_whole_folder_and_are_told(recipe, monkeypatch):
+def test_without_file_locks_two_builders_leave_one_complete_folder_and_warn(recipe, monkeypatch):
     def no_locks(stream, kind):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    told, write = [], data._write
+    write = publish.write_split
 
     def overtaken(*args):  # another starter finishes while this one writes
-        monkeypatch.setattr(data, "_write", write)
+        monkeypatch.setattr(publish, "write_split", write)
         prepare(recipe)
         return write(*args)
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(data, "_write", overtaken)
-    made = prepare(recipe, progress=told.append)
-    assert told[0].startswith("No file locks in prepared (No locks available)")
+    monkeypatch.setattr(publish, "write_split", overtaken)
+    with pytest.warns(RuntimeWarning, match=r"No file locks in prepared \(No locks available\)"):
+        made = prepare(recipe)
     assert [p for p in made.path.parent.iterdir() if p.is_dir()] == [made.path]
     adds_up(made.manifest)
 
@@ -248,7 +253,7 @@ def test_a_folder_that_a_killed_builder_left_is_never_taken_for_a_whole_one(reci
 def test_a_tree_never_stands_on_both_sides_and_additions_move_nothing(recipe, from_rows):
     def sides(rows):
         source = from_rows(rows).data.source
-        return {c.id: _is_eval(c, recipe) for _, c in open_source(source).read("", lambda row, reason: None)}
+        return {c.id: is_eval(c, recipe) for _, c in open_source(source).read("", lambda row, reason: None)}
 
     rows = [dict(row, group=f"group {i // 2}") for i, row in enumerate(good(200))]
     first, more = sides(rows), sides([*rows[::-1], dict(rows[0], id="new", group="new")])
@@ -312,7 +317,7 @@ def test_languages_are_counted(from_rows):
 
 def test_a_table_of_any_size_is_written_in_batches_below_the_limit_of_int32(recipe, dataset, tmp_path, monkeypatch):
     # LlamaFactory#7526: list offsets past 2^31 overflowed. The limit is lowered to 4 rows a batch here.
-    monkeypatch.setattr(data, "IN_A_BATCH", 4 * 128)
+    monkeypatch.setattr(publish, "BATCH_TOKENS", 4 * 128)
     small = prepare(recipe, tmp_path / "small")
     assert len(small.rows("train").data.column("input_ids").chunks) > 1
     assert small.rows("train").to_list() == dataset.rows("train").to_list()
@@ -329,9 +334,97 @@ def test_a_model_that_is_nowhere_says_where_it_was_looked_for(recipe):
         prepare(recipe.override(**{"model.name": "nobody/nothing"}))
 
 
-def test_the_preview_marks_what_the_loss_counts(dataset):
-    page = preview(dataset)
-    assert "background:#dbeafe" in page and "&lt;|im_end|&gt;" in page
+def test_the_dataset_shows_itself_and_as_json_is_what_the_command_prints(from_rows):
+    rows = [*good(20), {"id": "empty", "messages": chat("Hi", "")}]
+    recipe = from_rows(rows)
+    made = prepare(recipe)
+    value = json.loads(json.dumps(made.as_dict()))
+    assert set(value) >= {"folder", "digest", "splits", "ledger", "dropped_rows", "optimizer_steps", "engine"}
+    assert value["folder"] == str(made.path)
+    assert value["optimizer_steps"] == recipe.optimizer_steps(value["splits"]["train"]["rows"])
+    text = str(made)
+    for words in ("Where the tokens went", "kept, in the loss", "Dropped rows", "empty message", "Lengths"):
+        assert words in text
+    assert made._repr_mimebundle_()["text/html"].count("<table>") == 4
+    assert Dataset(made.path) == made and Dataset(made.path).as_dict()["optimizer_steps"] is None
+
+
+def test_folders_of_the_first_version_open(dataset):
+    path = dataset.path / "manifest.json"
+    old = {key: value for key, value in dataset.manifest.items() if key not in ("engine", "format_version")}
+    path.write_text(json.dumps(old))
+    opened = Dataset(dataset.path)
+    assert opened.as_dict()["splits"] == dataset.manifest["splits"]
+    assert len(opened.rows("train")) == old["splits"]["train"]["rows"]
+    assert str(opened) and opened.preview().spans
+
+
+class OtherIds:
+    """An engine that agrees with tokenizers on `right` texts and then no more."""
+
+    def __init__(self, backend, right):
+        self.backend, self.right = backend, right
+
+    def encode(self, text):
+        before, self.backend.encode_special_tokens = self.backend.encode_special_tokens, True
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        self.backend.encode_special_tokens = before
+        self.right -= 1
+        return np.array(ids if self.right >= 0 else ids[::-1], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("right", "engine"), [(0, "tokenizers"), (len(PROBE_TEXTS) + 40, "tokenizers"), (10**9, "gigatoken")]
+)
+def test_engine_auto_uses_gigatoken_only_where_it_is_proven_equal(
+    recipe, dataset, tmp_path, monkeypatch, right, engine
+):
+    monkeypatch.setattr(Engine, "_load_gigatoken", lambda self: OtherIds(self.backend, right))
+    made = prepare(recipe, tmp_path / "auto", engine="auto")
+    assert made.manifest["engine"] == engine
+    for path in dataset.path.rglob("*.arrow"):
+        assert path.read_bytes() == (made.path / path.relative_to(dataset.path)).read_bytes()
+
+
+def test_engine_gigatoken_that_differs_is_an_error(recipe, monkeypatch):
+    monkeypatch.setattr(Engine, "_load_gigatoken", lambda self: OtherIds(self.backend, len(PROBE_TEXTS) + 40))
+    with pytest.raises(KitError, match=r"gigatoken differs from tokenizers .*engine tokenizers"):
+        prepare(recipe, engine="gigatoken")
+
+
+def test_engine_auto_falls_back_where_gigatoken_does_not_know_the_tokenizer(dataset):
+    assert dataset.manifest["engine"] == "tokenizers"  # gigatoken refuses SmolLM2's tokenizer
+
+
+def test_both_engines_write_the_same_rows(recipe, llama31, tmp_path):  # noqa: F811
+    pytest.importorskip("gigatoken", reason="the optional engine gigatoken is not installed")
+    on_llama = recipe.override(**{"model.name": str(llama31)})
+    fast, slow = (prepare(on_llama, tmp_path / name, engine=name) for name in ("auto", "tokenizers"))
+    assert (fast.manifest["engine"], slow.manifest["engine"]) == ("gigatoken", "tokenizers")
+    for path in slow.path.rglob("*.arrow"):
+        assert path.read_bytes() == (fast.path / path.relative_to(slow.path)).read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_counts_the_bytes_of_the_source(recipe, monkeypatch, workers):
+    reported = []
+
+    class Bar:
+        def __init__(self, total, *args, **options):
+            reported.append(total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def update(self, count):
+            reported.append(count)
+
+    monkeypatch.setattr(data, "progress_bar", Bar)
+    prepare(recipe, workers=workers)
+    assert sum(reported[1:]) == pytest.approx(reported[0]) == Path(recipe.data.source).stat().st_size
 
 
 def test_5125_conversations_of_the_real_mean_length_give_36_steps(llama31, real_trees, tmp_path):  # noqa: F811

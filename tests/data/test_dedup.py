@@ -1,20 +1,14 @@
 import json
 import random
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
-from kit.config.cluster import Cluster
 from kit.data.sources import open_source
 from kit.errors import InputError, KitError
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'finetune-kit[dedup]'")
 
-from kit.data.dedup import deduplicate, submit
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from kit.data.dedup import deduplicate
 
 
 def rows_of(folder):
@@ -68,8 +62,8 @@ def check(out, mixed, copied):
 def test_planted_near_duplicates_are_found_and_the_rest_stays(tmp_path, planted, tasks, capfd):
     mixed, copied = planted
     report = deduplicate(write(tmp_path / "mixed.jsonl", mixed), tmp_path / "out", tasks=tasks)
-    assert report == {"documents": 120, "kept": 100, "removed": 20, "rejected": {}}
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert report.as_dict() == {"documents": 120, "kept": 100, "removed": 20, "rejected": {}}
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report.as_dict()
     check(tmp_path / "out", mixed, copied)
     assert {p.name for p in tmp_path.iterdir()} >= {"mixed.jsonl", "out"}
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
@@ -95,7 +89,7 @@ def test_plain_text_short_texts_and_texts_without_spaces(tmp_path):
     texts = ["yes", "yes", "what?", "!!!", chinese, chinese.replace("天气", "天色"), "10 + 4 is 14, says he", ""]
     texts += ["20 + 9 is 29, says he"]
     report = deduplicate(write(tmp_path / "t.jsonl", [{"text": t} for t in texts]), tmp_path / "out")
-    assert report == {"documents": 8, "kept": 7, "removed": 1, "rejected": {"empty message": 1}}
+    assert report.as_dict() == {"documents": 8, "kept": 7, "removed": 1, "rejected": {"empty message": 1}}
     kept = [row["text"] for row in rows_of(tmp_path / "out" / "kept")]
     assert kept == [t for i, t in enumerate(texts) if i not in (5, 7)]  # numbers are not blurred
 
@@ -105,8 +99,6 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already"):
         deduplicate(source, tmp_path / "out")
-    with pytest.raises(InputError, match="partition and time"):
-        submit(source, tmp_path / "new", Cluster.load("local"))
     with pytest.raises(KitError, match=r"no document to keep; rows rejected: \{'other language': 1\}"):
         write(tmp_path / "t.jsonl", [{"text": "one two three four five six", "lang": "de"}])
         deduplicate(source, tmp_path / "new", lang="en")
@@ -114,24 +106,3 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(InputError, match="UTF-8"):
         deduplicate(source, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "t.jsonl"]
-
-
-@pytest.mark.slow
-@pytest.mark.slurm
-def test_slurm_arrays_find_the_same(live_slurm, tmp_path, planted, monkeypatch):
-    mixed, copied = planted
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    (tmp_path / "two.toml").write_text(
-        'name = "two"\n[nodes]\ncount = 2\ncpus = 2\nram_gib = 2\n'
-        '[slurm]\npartition = "gpu"\ntime = "00:10:00"\noptions = ["--nice=1"]\nsetup = ["export SEEN=1"]\n'
-    )
-    source = write(tmp_path / "mixed.jsonl", mixed)
-    jobs = submit(source, Path("out"), Cluster.load(tmp_path / "two.toml"), tasks=2)
-    assert len(set(jobs)) == 5
-    end = time.time() + 400
-    while not (tmp_path / "out").exists() and time.time() < end:
-        time.sleep(2)
-    logs = [p.read_text() for p in tmp_path.glob(".out.*/logs/*/slurm_logs/*.out")]
-    assert (tmp_path / "out").exists(), logs
-    check(tmp_path / "out", mixed, copied)
-    subprocess.run(["scancel", "--name", "dedup-report"], check=True)

@@ -42,7 +42,7 @@ def chat(*contents):
 
 def counted(encoder, messages):
     encoded = encoder([messages])[0]
-    return encoder.tokenizer.decode(encoded.ids[encoded.counts])
+    return encoder.tokenizer.decode(encoded.ids[encoded.in_loss])
 
 
 def oracle(messages):
@@ -111,7 +111,7 @@ def test_bos_stands_once_and_ids_are_the_published_ones(llama):
 
 def test_the_report_tells_what_the_template_adds(llama):
     # 25 tokens: BOS, the system header and the dates; 5 for each header and end token of two messages.
-    assert llama([chat("Hi", "Hello.")])[0].structure == 25 + 2 * 5 + 1
+    assert llama([chat("Hi", "Hello.")])[0].template_tokens == 25 + 2 * 5 + 1
 
 
 def test_a_template_that_asks_for_today_gets_the_same_day_on_any_day(smollm2):
@@ -129,7 +129,7 @@ def test_control_tokens_inside_content_stay_text(request, name):
     encoded = encoder([chat(f"What does {end}<|im_start|>system do?", f"It ends a turn: {end}.")])[0]
     ends = encoder.tokenizer.convert_tokens_to_ids(end)
     assert encoded.ids.tolist().count(ends) == 3  # the default system message, the prompt, the reply
-    assert f"It ends a turn: {end}." in encoder.tokenizer.decode(encoded.ids[encoded.counts])
+    assert f"It ends a turn: {end}." in encoder.tokenizer.decode(encoded.ids[encoded.in_loss])
 
 
 def test_plain_text_is_counted_whole_between_the_bos_that_the_tokenizer_adds_and_eos(smol, llama):
@@ -214,7 +214,7 @@ def test_gigatoken_gives_the_same_ids_and_mask(llama, fast, real_trees):
     for messages, one, other in zip(found, llama(found), fast(found), strict=True):
         assert one.ids.tolist() == other.ids.tolist(), messages
         assert one.labels.tolist() == other.labels.tolist()
-    assert fast.engine.unchecked == 0  # at least 256 texts were compared
+    assert fast.engine.uncompared == 0  # at least 256 texts were compared
 
 
 @given(CONTENTS)
@@ -229,9 +229,9 @@ def test_an_engine_that_differs_is_found_at_the_first_text_and_named(fast, llama
 
     class Reversed:
         def encode(self, text):
-            return fast.engine.fast.encode(text)[::-1]
+            return fast.engine.gigatoken.encode(text)[::-1]
 
-    wrong.engine.fast = Reversed()
+    wrong.engine.gigatoken = Reversed()
     with pytest.raises(KitError, match=r"gigatoken differs from tokenizers on .*Prepare with engine tokenizers"):
         wrong([chat("one two", "three four")])
 

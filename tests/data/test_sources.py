@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from kit.data.conversations import Conversation
-from kit.data.sources import open_source
+from kit.data.sources import ALL_ROWS, Part, open_source
 from kit.errors import InputError, KitError
 
 ROWS = [
@@ -60,7 +60,7 @@ def put(folder, name, data):
     return path
 
 
-def read(source, lang="", part=(0, 1), source_format="auto"):
+def read(source, lang="", part=ALL_ROWS, source_format="auto"):
     rejected = []
     opened = open_source(str(source), source_format)
     pairs = list(opened.read(lang, lambda key, why: rejected.append((key, why)), part))
@@ -112,7 +112,7 @@ def test_a_compressed_file_that_is_cut_short_is_refused_by_name(tmp_path, name):
         (LINES.decode().encode("utf-16-be"), "UTF-16"),
         (LINES.decode().encode("latin-1"), r"not UTF-8 \(byte 0xe9\): Latin-1"),
         (b"\0" * 5000, "not what its name says"),
-        (b"%PDF-1.7\nno rows\n", "2 of its first 2 rows are no JSON objects, the first in line or row 1"),
+        (b"%PDF-1.7\nno rows\n", "2 of its first 2 rows are not JSON objects, the first is line or row 1"),
         (b"[1]\n[2]\n", "not what its name says"),
         (b"[1, 2]", "not what its name says"),
         (b'[{"text": "x"}] and more', "text after the end"),
@@ -155,7 +155,7 @@ def test_more_than_one_bad_line_in_twenty_of_the_first_thousand_is_refused(tmp_p
         assert len(read(path)[1]) == 50
     else:
         with pytest.raises(
-            InputError, match="51 of its first 1000 rows are no JSON objects, the first in line or row 801"
+            InputError, match="51 of its first 1000 rows are not JSON objects, the first is line or row 801"
         ):
             read(path)
 
@@ -352,7 +352,7 @@ def test_each_row_is_told_once_and_parts_make_up_the_whole(tmp_path_factory, con
         put(folder, f"{i}.jsonl", b"\n".join(lines))
     whole, rejected = read(folder)
     assert len(whole) + len(rejected) == sum(bool(line.strip()) for lines in files for line in lines)
-    shares = [read(folder, part=(i, count)) for i in range(count)]
+    shares = [read(folder, part=Part(i, count)) for i in range(count)]
     assert sorted(p for pairs, _ in shares for p, _ in pairs) == [place for place, _ in whole]
     assert sorted(r for _, told in shares for r in told) == sorted(rejected)
 
@@ -364,6 +364,6 @@ def test_parts_of_joined_messages_are_whole_trees(tmp_path, real_trees, count):
     rows.append(dict(rows[0], message_id="orphan", parent_id="nobody"))
     path = put(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
     whole, rejected = read(path)
-    shares = [read(path, part=(i, count)) for i in range(count)]
+    shares = [read(path, part=Part(i, count)) for i in range(count)]
     assert sorted((p for pairs, _ in shares for p in pairs), key=lambda pair: pair[0]) == whole
     assert [r for _, told in shares for r in told] == rejected == [("orphan", "parent is missing")]

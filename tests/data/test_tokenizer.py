@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kit.data.conversations import Conversation
 from kit.data.encode import Encoder, agrees_with_template
 from kit.data.sources import open_source
-from kit.data.tokenizer import CONTROL, compare, fertility, texts, train, words
+from kit.data.tokenizer import CONTROL, train_tokenizer
+from kit.data.words import fertility, words
 from kit.errors import InputError, KitError
 
 KINDS = ("bpe", "unigram")
@@ -24,15 +24,26 @@ MESSAGES = [
 ]
 
 
+def train(texts, out, kind="bpe", vocab_size=32_000):
+    """A tokenizer trained on a file of these texts, loaded as a user would."""
+    from transformers import AutoTokenizer
+
+    source = out.parent / f"{out.name}.texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    try:
+        return AutoTokenizer.from_pretrained(train_tokenizer(str(source), out, vocab_size, kind).folder)
+    finally:
+        source.unlink()
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, real_trees):
     """A tokenizer of 2,000 tokens of each kind, trained on the 100 real trees and loaded as a user would."""
     from transformers import AutoTokenizer
 
     folder, out = tmp_path_factory.mktemp("tokenizers"), {}
-    source = open_source(str(real_trees))
     for kind in KINDS:
-        train(texts(c for _, c in source.read("", lambda *_: None)), folder / kind, kind, 2000)
+        train_tokenizer(str(real_trees), folder / kind, 2000, kind)
         out[kind] = AutoTokenizer.from_pretrained(folder / kind)
     return out
 
@@ -61,8 +72,8 @@ def test_texts_to_a_tokenizer_that_the_encoder_takes(trained, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_texts_come_back_exactly(trained, real_trees, kind):
-    source = open_source(str(real_trees))
-    for text in texts(c for _, c in source.read("", lambda *_: None)):
+    found = [c for _, c in open_source(str(real_trees)).read("", lambda *_: None)]
+    for text in (message["content"] for c in found for message in c.messages):
         assert trained[kind].decode(trained[kind](text)["input_ids"]) == text
 
 
@@ -92,8 +103,9 @@ def test_text_that_looks_like_a_token_stays_text(small, kind, text):
 def test_other_processes_make_the_same_files(tmp_path, kind):
     program = (
         "from pathlib import Path\n"
-        + f"from kit.data.tokenizer import train; train({SAMPLE!r}, Path('PLACE'), {kind!r}, 420)"
+        + f"from kit.data.tokenizer import train_tokenizer; train_tokenizer('s.jsonl', Path('PLACE'), 420, {kind!r})"
     )
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SAMPLE))
     for name in ("one", "two"):
         environment = os.environ | {"PYTHONHASHSEED": str(len(name) + ord(name[0])), "PYTHONPATH": ":".join(sys.path)}
         done = subprocess.run(
@@ -105,23 +117,20 @@ def test_other_processes_make_the_same_files(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_control_tokens_come_first_and_extra_ones_after_them(tmp_path, kind):
-    tokenizer = train(SAMPLE, tmp_path / kind, kind, 420, extra_tokens=["<|tool|>"])
-    ids = tokenizer.convert_tokens_to_ids([*CONTROL, "<|tool|>"])
-    assert ids == list(range(ids[0], ids[0] + 4)) and ids[0] == (kind == "unigram")  # id 0 is <unk> there
-    assert tokenizer.tokenize("a<|tool|>b") == ["a", "<|tool|>", "b"]
-    assert tokenizer.decode(tokenizer("a<|tool|>b")["input_ids"], skip_special_tokens=True) == "ab"
+def test_control_tokens_come_first(small, kind):
+    ids = small[kind].convert_tokens_to_ids([*CONTROL])
+    assert ids == list(range(ids[0], ids[0] + 3)) and ids[0] == (kind == "unigram")  # id 0 is <unk> there
+    assert small[kind].tokenize("a<|im_end|>b") == ["a", "<|im_end|>", "b"]
+    assert small[kind].decode(small[kind]("a<|im_end|>b")["input_ids"], skip_special_tokens=True) == "ab"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_that_breaks_off_says_so_and_leaves_nothing(tmp_path, kind):
-    def broken():
-        yield from SAMPLE
-        raise InputError("corpus.jsonl is cut short")
-
-    with pytest.raises(InputError, match="cut short"):
-        train(broken(), tmp_path / "t", kind, 420)
-    assert list(tmp_path.iterdir()) == []
+    rows = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in SAMPLE * 40)
+    (tmp_path / "corpus.jsonl").write_bytes(rows + b'{"text": "\xff\xfe"}\n')
+    with pytest.raises(InputError, match=r"corpus.jsonl is not UTF-8"):
+        train_tokenizer(str(tmp_path / "corpus.jsonl"), tmp_path / "t", 420, kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
 def test_the_chat_template_is_chatml(small):
@@ -132,10 +141,10 @@ def test_the_chat_template_is_chatml(small):
 
 
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(InputError, match="the kinds are bpe and unigram"):
+    with pytest.raises(InputError, match="choose bpe or unigram"):
         train(SAMPLE, tmp_path / "t", "wordpiece")
     with pytest.raises(KitError, match="no text"):
-        train([], tmp_path / "t")
+        train([""], tmp_path / "t")
     characters = "".join(chr(0x4E00 + i) for i in range(3000))
     with pytest.raises(KitError, match="vocab_size 1000 is too small"):
         train([characters], tmp_path / "t", "unigram", 1000)
@@ -172,21 +181,24 @@ def test_fertility_counts_what_can_be_counted_by_hand(small):
 def test_training_on_ones_own_language_lowers_its_fertility(tmp_path, smollm2):
     from transformers import AutoTokenizer
 
-    said = {
-        "de": "Die Donaudampfschifffahrtsgesellschaft fährt täglich über den schönen Fluss. ",
-        "en": "The boats of the company go down the river every day. ",
-    }
-    chats = [
-        Conversation(f"{lang}{i}", "", ({"role": "user", "content": text * 5},), lang=lang)
-        for lang, text in said.items()
-        for i in range(20)
-    ]
+    german = "Die Donaudampfschifffahrtsgesellschaft f\u00e4hrt t\u00e4glich \u00fcber den sch\u00f6nen Fluss. " * 5
+    english = "The boats of the company go down the river every day. " * 5
     before = AutoTokenizer.from_pretrained(smollm2)
-    after = train(texts(c for c in chats if c.lang == "de"), tmp_path / "de", "bpe", 600)
-    table = compare({"before": before, "after": after}, chats)
-    assert [(row["lang"], row["texts"]) for row in table] == [("de", 20), ("en", 20), ("all", 40)]
-    german, english, both = table
-    assert german["after"]["tokens_per_word"] < german["before"]["tokens_per_word"]
-    assert english["after"]["tokens_per_word"] > english["before"]["tokens_per_word"]
-    assert both["before"]["tokens"] == german["before"]["tokens"] + english["before"]["tokens"]
-    json.dumps(table)
+    after = train([german] * 20, tmp_path / "de", "bpe", 600)
+    tokens_per_word = {
+        (name, lang): fertility(tokenizer, [text])["tokens_per_word"]
+        for name, tokenizer in (("before", before), ("after", after))
+        for lang, text in (("de", german), ("en", english))
+    }
+    assert tokens_per_word["after", "de"] < tokens_per_word["before", "de"]
+    assert tokens_per_word["after", "en"] > tokens_per_word["before", "en"]
+
+
+def test_the_result_shows_the_fertility_of_each_language(tmp_path):
+    rows = [{"text": "the cat sat on the mat " * 9, "lang": "en"}, {"text": "die Katze sa\u00df " * 9, "lang": "de"}]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = train_tokenizer(str(tmp_path / "s.jsonl"), tmp_path / "t", 300)
+    assert list(made.as_dict()["fertility"]) == ["de", "en"] and made.vocab_size == 281
+    assert made.fertility["en"]["words"] == 54
+    assert "tokens_per_word" in str(made)
+    json.dumps(made.as_dict())

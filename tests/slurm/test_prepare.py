@@ -19,10 +19,10 @@ def test_an_array_and_its_merge_write_the_bytes_of_one_process(recipe, live_slur
         'name = "two"\n[nodes]\ncount = 2\ngpus = 0\ncpus = 2\nram_gib = 8\n'
         f'[slurm]\npartition = "gpu"\ntime = "10"\n[paths]\nruns = "{tmp_path}/runs"\n'
     )
-    encoding, merging = batch.submit(recipe, Cluster.load(tmp_path / "c.toml"), tmp_path / "many", 3)
-    end = merging.wait(timeout=120)
-    assert end.state == "COMPLETED", merging.log.read_text() + str(encoding.tail())
-    assert {s.state for s in encoding.task_states().values()} == {"COMPLETED"}
+    jobs = batch.submit(recipe, Cluster.load(tmp_path / "c.toml"), tmp_path / "many", 3)
+    end = jobs.merging.wait(timeout=120)
+    assert end.state == "COMPLETED", jobs.merging.log.read_text() + str(jobs.encoding.tail())
+    assert {s.state for s in jobs.encoding.task_states().values()} == {"COMPLETED"}
     alone = prepare(recipe, tmp_path / "one")
     together = find_prepared(recipe, tmp_path / "many")
     assert together.manifest["digest"] == alone.manifest["digest"]

@@ -7,7 +7,8 @@ from kit.config.models import load_tokenizer
 from kit.config.recipe import Recipe
 from kit.data.conversations import Conversation
 from kit.data.encode import Encoder
-from kit.data.parts import Ledger, _fitted
+from kit.data.fit import fit
+from kit.data.ledger import Ledger
 
 TURN = st.tuples(*[st.integers(1, 40).map(lambda n: "word " * n)] * 2)
 
@@ -29,14 +30,13 @@ def test_every_token_of_any_conversation_is_kept_or_dropped_for_a_reason(smol, t
     recipe = Recipe.load("demo", **{"data.overlong": overlong, "data.seq_len": size})
     found, ledger = Conversation("c", "c", tuple(messages)), Ledger()
     whole = smol([messages])[0]
-    kept = list(_fitted(found, whole, smol, recipe, ledger))
-    ledger.kept_tokens = sum(len(document.ids) for document in kept)
-    ledger.check()
+    kept = list(fit(found, whole, smol, recipe.data, ledger))
+    ledger.close(sum(len(document.ids) for document in kept))
     assert ledger.read_tokens == len(whole.ids) + ledger.repeated_tokens
     begin = whole.ids[:3].tolist()  # <|im_start|>system and what follows
     for document in kept:
         assert len(document.ids) <= size and document.ids[:3].tolist() == begin
-        assert document.counts[1:].any()
-        assert document.ids[np.flatnonzero(document.counts)[-1]] == 2  # <|im_end|>
+        assert document.in_loss[1:].any()
+        assert document.ids[np.flatnonzero(document.in_loss)[-1]] == 2  # <|im_end|>
     if overlong == "split" and not ledger.dropped:
-        assert sum(int(d.counts.sum()) for d in kept) == int(whole.counts.sum())  # no reply is lost or trained twice
+        assert sum(int(d.in_loss.sum()) for d in kept) == int(whole.in_loss.sum())  # no reply is lost or trained twice
