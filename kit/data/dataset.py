@@ -21,11 +21,11 @@ from kit import files
 from kit.config.recipe import Recipe
 from kit.data.documents import PartReport, encode_part
 from kit.data.engine import EngineName
-from kit.data.identity import dataset_digest, inputs_stamp, same_settings, settings
+from kit.data.identity import dataset_digest, find_inputs, inputs_stamp, same_settings, settings
 from kit.data.preview import Preview
 from kit.data.publish import ROWS_FILE, publish
 from kit.data.records import OnBytes
-from kit.data.sources import ALL_ROWS, Part, Source, SourceFiles, detect_format, find_files
+from kit.data.sources import ALL_ROWS, Part, Source, SourceFiles, detect_format
 from kit.errors import InputError
 from kit.show import Part as ResultPart
 from kit.show import Result, Table, progress_bar
@@ -132,7 +132,7 @@ def prepare(
     The rows do not depend on engine and workers (processes), to the byte. Raises InputError where the data, the
     tokenizer or the engine is not found, KitError where nothing is left to train on.
     """
-    found = find_files(recipe.data.source)
+    found = find_inputs(recipe)
 
     def encode(folder: Path) -> Sequence[Path]:
         source = detect_format(found, recipe.data.source, recipe.data.source_format)
@@ -150,7 +150,7 @@ def merge(recipe: Recipe, parts: Sequence[Path], out: Path = Path("prepared")) -
 
     Raises InputError where a part is missing or was made from other inputs.
     """
-    found, reports = find_files(recipe.data.source), [PartReport.of(part) for part in parts]
+    found, reports = find_inputs(recipe), [PartReport.of(part) for part in parts]
     stamp = inputs_stamp(recipe, found)
     if other := [part.name for part, report in zip(parts, reports, strict=True) if report.stamp != stamp]:
         raise InputError(f"{', '.join(other)}: made from other inputs or settings than these; encode again.")
@@ -167,7 +167,7 @@ def find_prepared(recipe: Recipe, out: Path = Path("prepared")) -> Dataset | Non
     if not any(same_settings(files.read_json(path)["settings"], wanted) for path in manifests):
         return None
     try:
-        digest = dataset_digest(recipe, find_files(recipe.data.source), out)
+        digest = dataset_digest(recipe, find_inputs(recipe), out)
     except InputError:  # the data or the tokenizer is gone: prepare would raise
         return None
     path = _folder_of_digest(out, digest)

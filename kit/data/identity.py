@@ -15,7 +15,7 @@ from typing import Any
 from kit import files
 from kit.config import models
 from kit.config.recipe import Recipe
-from kit.data.sources import SourceFiles
+from kit.data.sources import SourceFiles, find_files
 
 # Raise this by one when a change of the code gives other rows for the same inputs. Every dataset is then prepared anew;
 # folders of older versions still open. test_identity.py fails if rows change and this does not.
@@ -34,6 +34,15 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if two `settings` can have one digest: the model's name does not count, its tokenizer's files do."""
     return one | {"model": ""} == other | {"model": ""}
+
+
+def find_inputs(recipe: Recipe) -> SourceFiles:
+    """The files of the recipe's data. Raises InputError where the model or the data are not found.
+
+    The model is looked for first: that is quick, while data of a hub id may have to be fetched.
+    """
+    models.source(recipe.model.name)
+    return find_files(recipe.data.source)
 
 
 def dataset_digest(recipe: Recipe, source: SourceFiles, out: Path) -> str:
