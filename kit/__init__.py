@@ -22,6 +22,7 @@ _HOME = {
     "plan": "kit.slurm.plan",
     "launch": "kit.slurm.launch",
     "runs": "kit.slurm.run",
+    "compare": "kit.notebook.compare",
     "load_ipython_extension": "kit.notebook.magic",
 }
 TARGETS |= {

@@ -28,6 +28,7 @@ from kit.watch.metrics import Metrics
 Curve = tuple[Sequence[float], Sequence[float]]  # optimizer steps, losses
 FINAL_LOSSES = ("eval_loss_after", "eval_loss", "loss")  # names in a result; the first that is there is compared
 SPLITS = ("train", "eval")
+CLEAR_DIFFERENCE = 0.1  # relative; the forecast's own median error is about 8 % (kit/forecast/timing.py)
 LINES = 50  # of a figure; beyond that a line cannot be followed
 FAILED = {*FINAL_STATES} - {JobState.COMPLETED}
 
@@ -180,9 +181,13 @@ class Comparison(Result):
         return Table(columns, rows, title="Forecast and fact")
 
     def corrections(self) -> dict[str, str]:
-        """By run, what its measured step says about the rates in its cluster profile."""
+        """By run, the rate in its cluster profile that explains a step which differs clearly from its forecast."""
         found = {entry.name: entry.forecast_error for entry in self.entries if entry.forecast_error}
-        return {name: error.correction.advice for name, error in found.items() if error.correction}
+        return {
+            name: error.correction.advice
+            for name, error in found.items()
+            if error.correction and (error.step_s.off or 0.0) > CLEAR_DIFFERENCE
+        }
 
     def losses(self, split: str = "train") -> Figure:
         """A figure of losses over steps; `split` is "train" or "eval". An entry has the same colour in both."""
@@ -208,11 +213,11 @@ def compare(folder: str | Path | None = None, notebooks: str | Path | None = Non
     Without a folder: the runs in ./runs and in every other folder in which this user launched one. `only` keeps the
     entries with this text in their name. Raises InputError if a named folder does not exist.
     """
-    named = [Path(one) for one in (folder, notebooks) if one]
+    named = list(dict.fromkeys(Path(one).absolute() for one in (folder, notebooks) if one))
     for one in named:
         if not one.is_dir():
             raise InputError(f"{one} is not a folder; name one that holds runs or executed notebooks.")
-    found = [entry for one in (named if folder else [*roots(), *named]) for entry in _entries(one.absolute())]
+    found = [entry for one in (named if folder else [*roots(), *named]) for entry in _entries(one)]
     return Comparison(ranked([entry for entry in _unique(found) if only in entry.name]))
 
 

@@ -20,6 +20,11 @@ class Quantity(NamedTuple):
     forecast: float | None
     actual: float | None
 
+    @property
+    def off(self) -> float | None:
+        """How far the forecast is from the actual value, relative to it."""
+        return abs(self.forecast / self.actual - 1) if self.forecast and self.actual else None
+
 
 @dataclass(frozen=True)
 class Correction:

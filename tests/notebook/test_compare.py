@@ -7,6 +7,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+import kit
 from kit import files
 from kit.errors import InputError
 from kit.figures.base import COLOURS
@@ -160,6 +161,17 @@ def test_the_forecast_is_next_to_what_happened(ended):
     assert row["s a step, forecast"] > 0 and row["hours, forecast"] > 0 and row["peak GiB, forecast"] > 0
     assert row["peak GiB, actual"] is None
     assert found.corrections()[run.path.name].startswith("The step took 3 s; the forecast is ")
+
+
+def test_a_step_close_to_its_forecast_asks_for_no_correction(ended):
+    run = ended()
+    forecast_s = compare("runs").as_dict()["forecasts"][0]["s a step, forecast"]
+    files.write_json(run.path / "state" / "result.json", {"steps": 4, "loss": 2.0, "step_s": 1.05 * forecast_s})
+    assert compare("runs").corrections() == {}
+
+
+def test_the_face_of_the_kit_has_it():
+    assert kit.compare is compare
 
 
 def test_two_runs_of_a_recipe_differ_by_what_was_changed(ended):

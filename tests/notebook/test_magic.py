@@ -24,7 +24,7 @@ def shell() -> Iterator[InteractiveShell]:
     """A notebook's shell with the extension loaded."""
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "kit.notebook.magic")
+    shell.run_line_magic("load_ext", "kit")
     yield shell
     InteractiveShell.clear_instance()
 
@@ -151,7 +151,7 @@ def test_the_cell_works_in_a_notebook(live_slurm: Path, tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     cells = [
-        "%load_ext kit.notebook.magic\nlr = 0.1",
+        "%load_ext kit\nlr = 0.1",
         f"%%sbatch --name cell\n{CLEAN}echo {{{{lr}}}}",
         "print(_.job_id, _)",
     ]
