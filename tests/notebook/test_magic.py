@@ -158,6 +158,6 @@ def test_the_cell_works_in_a_notebook(live_slurm: Path, tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     NotebookClient(notebook, timeout=60, kernel_name="python3").execute(cwd=str(tmp_path), env=env)
-    assert "Run(cell-" in notebook.cells[1].outputs[-1]["data"]["text/plain"]
+    assert "/runs/cell-" in notebook.cells[1].outputs[-1]["data"]["text/plain"]
     (run,) = (tmp_path / "runs").iterdir()
     assert "echo 0.1" in (run / "job.sbatch").read_text()

@@ -270,7 +270,7 @@ def test_a_recipe_is_swept_as_one_array_of_runs_that_are_like_others(live_slurm,
     assert run.wait(timeout=200).state == "CANCELLED"
     assert states(run) == ["COMPLETED", "CANCELLED"]
     assert first.state.state == "COMPLETED" and second.state.state == "CANCELLED"
-    assert "eval_loss" in first.log.read_text()
+    assert "step 2/2  eval loss" in first.log.read_text()
     assert Sweep(run).rerun() == [1]
     run.wait(timeout=200)
     assert states(run) == ["COMPLETED"] * 2 and second.job_id == f"{run.job_id}_1" and first.job_id != second.job_id
