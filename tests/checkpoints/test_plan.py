@@ -1,17 +1,36 @@
 """The interval against a simulation of failures and time limits, and what the plan says."""
 
+import dataclasses
+import json
 import math
 import random
+import re
 import typing
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kit.checkpoints.plan import IO_PATTERNS, best, plan, plan_for, useful
+from kit.checkpoints.plan import (
+    IO_PATTERNS,
+    Bound,
+    SaveInputs,
+    SavePlan,
+    best_interval,
+    plan_for_recipe,
+    plan_saves,
+    useful_part,
+)
 from kit.config.cluster import Cluster
 from kit.config.recipe import Parallel, Recipe
+from kit.forecast import timing
 from tests.conftest import REPOSITORY
+
+HOUR = 3600
+
+
+def plan(**inputs: float) -> SavePlan:
+    return plan_saves(SaveInputs(**inputs))
 
 
 # Llama 3's failure rate gives 64 GPUs 792 h between failures and 16,384 GPUs 3.09 h; minutes by Young's sqrt(2 C M).
@@ -35,7 +54,6 @@ def simulated_waste(interval, cost, mtbf, restart, limit, attempts=20_000):
     return 1 - kept / total
 
 
-HOUR = 3600
 SITUATIONS = {  # cost, mtbf, restart, limit; seconds
     "16,384 GPUs": (14, 3.09 * HOUR, 60, math.inf),
     "1,024 GPUs, slow storage": (98, 49.5 * HOUR, 200, math.inf),
@@ -52,62 +70,62 @@ SITUATIONS = {  # cost, mtbf, restart, limit; seconds
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_no_interval_wastes_two_percent_less_in_a_simulation(situation):
     cost, mtbf, restart, limit = SITUATIONS[situation]
-    mine = best(cost, mtbf, restart, limit)
+    mine = best_interval(cost, mtbf, restart, limit)
     span = min(limit - restart, 30 * mtbf)
     tried = [mine * factor for factor in (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 3, 5)]
     tried += [span / n - cost - 1 for n in (1, 2, 3, 4, 5, 6, 8, 12)] if limit < math.inf else []
     least = min(simulated_waste(t, cost, mtbf, restart, limit) for t in tried if 0 < t <= span - cost)
     waste = simulated_waste(mine, cost, mtbf, restart, limit)
     assert waste <= 1.02 * least
-    assert waste == pytest.approx(1 - useful(mine, cost, mtbf, restart, limit), rel=0.05)
+    assert waste == pytest.approx(1 - useful_part(mine, cost, mtbf, restart, limit), rel=0.05)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0.1, 1000), st.floats(3600, 1e8), st.floats(0, 1000), st.floats(600, 1e6))
 def test_no_interval_is_expected_to_waste_two_percent_less(cost, mtbf, restart, limit):
     assume(mtbf > 10 * cost and limit > restart + 2 * cost)
-    mine, span = best(cost, mtbf, restart, limit), limit - restart
+    mine, span = best_interval(cost, mtbf, restart, limit), limit - restart
     tried = [span * 10 ** (-n / 60) for n in range(300)] + [span / n - cost - 1e-3 for n in range(1, 200)]
-    least = min(1 - useful(t, cost, mtbf, restart, limit) for t in tried if t > 0)
-    assert 1 - useful(mine, cost, mtbf, restart, limit) <= 1.02 * least
+    least = min(1 - useful_part(t, cost, mtbf, restart, limit) for t in tried if t > 0)
+    assert 1 - useful_part(mine, cost, mtbf, restart, limit) <= 1.02 * least
 
 
 def test_the_bound_that_won_is_named():
     # one GPU pair fails once in 25,000 h: only the limit of 1 h less 300 s counts, less one write and a millisecond
-    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_h=1)
+    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=HOUR)
     assert (found.bound, found.interval_s) == ("time limit", pytest.approx(3600 - 300 - 1 - 1e-3))
-    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_h=48, max_loss_min=30)
+    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=48 * HOUR, largest_loss_s=1800)
     assert found.bound == "largest loss"
     assert 1750 < found.interval_s <= 1800
     assert set(found.bounds_s) == {"Young/Daly", "time limit", "largest loss"}
-    found = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, preempted_h=2)
+    found = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, preempted_every_s=2 * HOUR)
     assert found.bound == "preemption"
     assert found.interval_s == pytest.approx(math.sqrt(2 * 14 * 2 * 3600), rel=0.05)
 
 
 def test_a_notice_long_enough_for_a_write_lifts_the_limit_and_the_preemption():
-    bare = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_h=2, preempted_h=2)
-    told = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_h=2, preempted_h=2, notice_s=30)
+    bare = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR)
+    told = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR, notice_s=30)
     assert told.bound == "Young/Daly"
     assert set(told.bounds_s) == {"Young/Daly"}
     assert told.waste < bare.waste / 5
 
 
 def test_a_background_save_costs_what_it_blocks_but_what_it_has_not_written_can_be_lost():
-    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, max_loss_min=0)
-    assert found.interval_s == pytest.approx(best(2, found.mtbf_h * 3600))
-    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, max_loss_min=5)
+    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, largest_loss_s=math.inf)
+    assert found.interval_s == pytest.approx(best_interval(2, found.mtbf_h * 3600))
+    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, largest_loss_s=300)
     assert found.bounds_s["largest loss"] == 300 - 58
 
 
 def test_an_infeasible_pair_is_told():
-    found = plan(checkpoint_gb=600, write_gb_s=1, gpus=8, max_loss_min=5)
+    found = plan(checkpoint_gb=600, write_gb_s=1, gpus=8, largest_loss_s=300)
     assert "A write takes 600 s, but the largest loss asks for one every 300 s" in found.problems[0]
     assert found.interval_s == 600
 
 
 def test_a_limit_without_room_for_one_save_is_told():
-    found = plan(checkpoint_gb=4000, write_gb_s=1, gpus=8, time_limit_h=1)
+    found = plan(checkpoint_gb=4000, write_gb_s=1, gpus=8, time_limit_s=HOUR)
     assert "the time limit asks for one every" in found.problems[0]
     assert found.waste == 1
 
@@ -120,7 +138,7 @@ def test_where_the_common_rule_goes_wrong():
     assert large.waste < 0.6 * large.rule_waste
     slow = plan(checkpoint_gb=980, write_gb_s=10, gpus=64)  # 98 s a write: 33 min, though 30 were promised
     assert slow.rule_s == 20 * 98
-    assert "loses more than the 30 min" in "\n".join(slow.lines())
+    assert "loses more than the 30 min" in str(slow)
     assert slow.waste < slow.rule_waste / 5
 
 
@@ -141,11 +159,56 @@ def test_a_restart_reads_the_checkpoint_and_the_base_on_each_node():
 def test_a_plan_for_a_recipe_gives_steps_and_the_pattern_of_its_parallelism():
     recipe = Recipe.load(REPOSITORY / "env" / "recipes" / "llama405b-oasst2.toml")
     cluster = Cluster.load("two-node-pcie")
-    found = plan_for(recipe, cluster)
+    found = plan_for_recipe(recipe, cluster)
     assert found.steps >= 1
     assert "each of 16 ranks writes" in found.io
-    assert any(f"save_every = {found.steps}" in line for line in found.lines())
+    assert f"save_every = {found.steps}" in str(found)
 
 
 def test_every_strategy_has_a_pattern():
     assert set(typing.get_args(typing.get_type_hints(Parallel)["strategy"])) <= set(IO_PATTERNS)
+
+
+# Slurm's formats of a time limit (man sbatch, --time). The limit less 300 s holds an integer number of saves.
+@pytest.mark.parametrize(("written", "seconds"), [
+    ("30", 1800), ("30:00", 1800), ("01:30:00", 5400), ("1-12", 36 * HOUR), ("1-12:30", 36.5 * HOUR),
+])  # fmt: skip
+def test_the_profiles_time_limit_is_read_as_slurm_reads_it(monkeypatch, tmp_path, written, seconds):
+    found = plan_of_a_long_job(monkeypatch, tmp_path, written)
+    assert Bound.TIME_LIMIT in found.bounds_s
+    saves = (seconds - 300) / (found.bounds_s[Bound.TIME_LIMIT] + found.blocked_s + 1e-3)
+    assert saves == pytest.approx(round(saves), abs=1e-3)
+
+
+def plan_of_a_long_job(monkeypatch, tmp_path, limit: str) -> SavePlan:
+    """The plan of a job that takes 1,000 h, with this time limit and nothing to read at a restart."""
+    recipe = Recipe.load(REPOSITORY / "env" / "recipes" / "llama405b-oasst2.toml")
+    profile = (REPOSITORY / "env" / "clusters" / "two-node-pcie.toml").read_text()
+    (tmp_path / "cluster.toml").write_text(re.sub('(?m)^time = ".*"', f'time = "{limit}"', profile))
+    cluster = Cluster.load(str(tmp_path / "cluster.toml"))
+    assert cluster.slurm.time == limit
+    forecast = timing.predict(recipe, cluster)
+    long = dataclasses.replace(
+        forecast,
+        time=dataclasses.replace(forecast.time, wall_h=1000),
+        storage=dataclasses.replace(forecast.storage, merged_gb=0),
+    )
+    monkeypatch.setattr(timing, "predict", lambda *_: long)
+    return plan_for_recipe(recipe, cluster)
+
+
+@pytest.mark.parametrize("written", ["UNLIMITED", "INFINITE", ""])
+def test_an_unlimited_job_has_no_time_limit_bound(monkeypatch, tmp_path, written):
+    assert set(plan_of_a_long_job(monkeypatch, tmp_path, written).bounds_s) == {Bound.FAILURES}
+
+
+def test_a_time_limit_shorter_than_its_margin_is_a_problem_and_no_crash():
+    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=8, time_limit_s=60, restart_s=30)
+    assert found.bound == Bound.TIME_LIMIT
+    assert "not feasible" in found.problems[0]
+    assert found.waste == 1
+
+
+def test_the_json_form_has_plain_keys():
+    found = json.loads(json.dumps(plan(checkpoint_gb=1, write_gb_s=1, gpus=8).as_dict()))
+    assert (found["bound"], list(found["bounds_s"]), found["problems"]) == ("Young/Daly", ["Young/Daly"], [])
