@@ -164,11 +164,15 @@ def format_duration(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def progress_bar(total: float | None, description: str, unit: str = "it", **options: Any) -> Any:
-    """A tqdm bar in a notebook or on a terminal; nothing in pipes. A context manager with `update(n)`."""
+def progress_bar(total: float | None, description: str, unit: str = "it", shown: bool = True, **options: Any) -> Any:
+    """A tqdm bar in a notebook or on a terminal; nothing in pipes or where `shown` is False.
+
+    A context manager with `update(n)`.
+    """
     from tqdm.auto import tqdm
 
-    return tqdm(total=total, desc=description, unit=unit, disable=None, dynamic_ncols=True, **options)
+    disable = None if shown else True  # None: tqdm decides by the terminal
+    return tqdm(total=total, desc=description, unit=unit, disable=disable, dynamic_ncols=True, **options)
 
 
 class Answer(Result):

@@ -1,4 +1,10 @@
-"""Ranks: fresh processes for every sample, forked from one that has done the imports, or started by a launcher."""
+"""Fresh processes for every sample: forked from one that has done the imports, or started by a launcher.
+
+    python -m kit.checkpoints.processes serve MODULE           serves samples of a module on forked ranks
+    python -m kit.checkpoints.processes rank MODULE WORD...    one rank of one sample, as a launcher starts it
+
+A module has `prepare()`, which imports, and `sample(*words)`, which returns JSON-ready values.
+"""
 
 import faulthandler
 import importlib
@@ -19,88 +25,106 @@ from typing import Any
 from kit.errors import KitError
 
 Row = dict[str, Any]
+_THIS_MODULE = "kit.checkpoints.processes"
 
 
 @contextmanager
-def fresh(module: str, launcher: Sequence[str] = ()) -> Iterator[Callable[..., list[Row]]]:
-    """Gives run(world, *words): `sample(*words)` of a module on so many fresh ranks, and what each of them found.
+def fresh_ranks(module: str, launcher: Sequence[str] = ()) -> Iterator[Callable[..., list[Row]]]:
+    """Yields run(world, *words), which calls the module's `sample(*words)` on `world` fresh ranks: a row of each.
 
-    Its `prepare()` imports first, once, which takes seconds. A launcher starts the ranks of other nodes too, as
-    ("srun", "-N2", "-n16") with MASTER_ADDR set; those import anew. run raises KitError where a rank fails.
+    Imports happen once, which takes seconds. A launcher starts the ranks of other nodes too, as ("srun", "-N2", "-n16")
+    with MASTER_ADDR set; those import for every sample. run raises KitError where a rank fails.
     """
     if launcher:
-        yield lambda world, *words: run_ranks(("-m", module, *words), world, launcher)
+        yield lambda world, *words: run_ranks(("-m", _THIS_MODULE, "rank", module, *words), world, launcher)
         return
-    command, pipe = [sys.executable, "-m", "kit.checkpoints.processes", module], subprocess.PIPE
-    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would fill up
-        parent = subprocess.Popen(command, env=_environment(), text=True, stdin=pipe, stdout=pipe, stderr=errors)
-        pipes: Any = (parent.stdin, parent.stdout)
+    command, pipe = [sys.executable, "-m", _THIS_MODULE, "serve", module], subprocess.PIPE
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe would fill up while it is not read
+        server = subprocess.Popen(command, env=_environment(), text=True, stdin=pipe, stdout=pipe, stderr=errors)
+        requests: Any = server.stdin
+        answers: Any = server.stdout
 
         def run(world: int, *words: str) -> list[Row]:
             begin = errors.seek(0, os.SEEK_END)
-            print(json.dumps([world, *words]), file=pipes[0], flush=True)
-            rows = json.loads(pipes[1].readline() or "[]")  # no line: it has died
+            print(json.dumps([world, *words]), file=requests, flush=True)
+            rows = json.loads(answers.readline() or "[]")  # no line: the server has ended
             errors.seek(begin)
-            return _whole(rows, errors.read(), world, words)
+            return _checked(rows, errors.read(), world, words)
 
-        with parent:
+        with server:
             yield run
 
 
 def run_ranks(arguments: Sequence[str], world: int = 1, launcher: Sequence[str] = ()) -> list[Row]:
-    """What `python ARGUMENTS`, or each of those that a launcher starts, printed: one JSON object. Raises KitError."""
+    """The JSON objects that `world` processes `python ARGUMENTS` print, one each. Raises KitError."""
     command = [*launcher, sys.executable, "-X", "faulthandler", *arguments]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return _whole([] if done.returncode else rows, done.stderr, world, arguments)
+    return _checked([] if done.returncode else rows, done.stderr, world, arguments)
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
-    fork = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # else a look for GPUs before the fork spoils CUDA behind it
+    # Without NVML torch's look for GPUs starts CUDA, which a forked process cannot use.
+    fork = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return {"OMP_NUM_THREADS": "1"} | os.environ | fork | {"PYTHONPATH": path}
 
 
-def _whole(rows: list[Row], errors: str, world: int, words: Sequence[str]) -> list[Row]:
+def _checked(rows: list[Row], errors: str, world: int, words: Sequence[str]) -> list[Row]:
+    """The rows, if there is one for each rank. Raises KitError with the end of the processes' stderr."""
     if len(rows) == world:
         return rows
-    why = "a mapped file was cut off, or its file system failed (SIGBUS): " * ("Bus error" in errors)  # faulthandler's
-    raise KitError(f"{' '.join(words)}: {len(rows)} of {world} ranks came to an end: {why}{errors.strip()[-800:]}")
+    reason = ""
+    if "Bus error" in errors:  # faulthandler's name of SIGBUS
+        reason = "a mapped file was truncated, or its file system failed (SIGBUS): "
+    raise KitError(f"{' '.join(words)}: only {len(rows)} of {world} ranks finished: {reason}{errors.strip()[-800:]}")
 
 
 def join(device: str = "cpu") -> tuple[int, int]:
-    """(rank, world), with a process group for tensors on the device where there is more than one."""
+    """(rank, world) of this process; starts a process group for tensors on the device if there is more than one."""
     import torch.distributed as dist
 
-    names = (("RANK", "SLURM_PROCID", 0), ("WORLD_SIZE", "SLURM_NTASKS", 1))
-    rank, world = (int(os.environ.get(one) or os.environ.get(other) or default) for one, other, default in names)
+    rank, world = _number("RANK", "SLURM_PROCID", 0), _number("WORLD_SIZE", "SLURM_NTASKS", 1)
     if world > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
         dist.init_process_group(backend, os.environ.get("KIT_RENDEZVOUS"), rank=rank, world_size=world)
     return rank, world
 
 
-def _rank(sample: Callable[..., Row], words: list[str], world: int, folder: str, rank: int) -> Row:
+def _number(name: str, slurm_name: str, default: int) -> int:
+    return int(os.environ.get(name) or os.environ.get(slurm_name) or default)
+
+
+def _run_rank(sample: Callable[..., Row], words: list[str], world: int, folder: str, rank: int) -> Row:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | os.environ | place | {"KIT_RENDEZVOUS": f"file://{folder}/ranks"})
     try:
         return sample(*words)
-    except BaseException:  # DCP's errors are no Exceptions
+    except BaseException:  # DCP's errors do not derive from Exception
         traceback.print_exc()
-        os._exit(1)  # the others wait for this rank: the pool ends them
+        os._exit(1)  # the pool then ends the ranks that wait for this one
 
 
 def _serve(module: Any) -> None:
-    """For each line of [world, word...] on stdin a line of the ranks' rows, or of none where one failed."""
+    """For each line [world, word...] of stdin print a line with the ranks' rows; with none where a rank failed."""
     faulthandler.enable()
     module.prepare()
     for line in sys.stdin:
         world, *words = json.loads(line)
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, get_context("fork")) as pool:
-            tasks = [pool.submit(_rank, module.sample, words, world, folder, rank) for rank in range(world)]
+            tasks = [pool.submit(_run_rank, module.sample, words, world, folder, rank) for rank in range(world)]
             broken = any(isinstance(task.exception(), BrokenProcessPool) for task in tasks)
         print(json.dumps([] if broken else [task.result() for task in tasks]), flush=True)
 
 
+def main(role: str, module_name: str, *words: str) -> None:
+    """The two uses of the module's docstring."""
+    module = importlib.import_module(module_name)
+    if role == "serve":
+        _serve(module)
+    else:
+        print(json.dumps(module.sample(*words)), flush=True)
+
+
 if __name__ == "__main__":
-    _serve(importlib.import_module(sys.argv[1]))
+    main(*sys.argv[1:])

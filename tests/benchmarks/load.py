@@ -1,8 +1,8 @@
 """Measure loads and saves on this machine: `python tests/benchmarks/load.py FOLDER OUT.json [GB] [REPEATS]`.
 
-FOLDER lies on the storage in question and takes five times GB. Every load is cold, with proof, in fresh processes; the
-methods take turns within each round, beside plain reads of the same files, so ratios of one run mean something on a
-noisy machine. Optional loaders take part where they are installed; orbax has a format of its own, timed apart.
+FOLDER is on the storage to measure and takes five times GB. Every load is cold, with proof, in fresh processes; the
+methods take turns within each round, with plain reads of the same files, so that ratios of one run are comparable on a
+noisy machine. Optional loaders take part where they are installed; orbax has another format and is timed separately.
 """
 
 import importlib.metadata
@@ -20,8 +20,9 @@ from typing import Any
 
 from kit.checkpoints import pagecache
 from kit.checkpoints import processes as ranks
-from kit.checkpoints import saving as savetime
-from kit.checkpoints import timing as loadtime
+from kit.checkpoints.saving import time_saves
+from kit.checkpoints.storage import mount
+from kit.checkpoints.timing import time_load
 from kit.files import write_json
 
 RANKS = (1, 2, 4, 8)
@@ -78,7 +79,7 @@ def machine(folder: Path) -> dict[str, Any]:
     )
     return {
         "date": time.strftime("%Y-%m-%d"), "cpu": cpu[1].strip(), "cpus": os.cpu_count(), "kernel": platform.release(),
-        "storage": loadtime.mount(folder), "versions": versions,
+        "storage": mount(folder), "versions": versions,
     }  # fmt: skip
 
 
@@ -90,17 +91,15 @@ def main(folder: Path, out: Path, gb: float = 1.0, repeats: int = 5) -> None:
         make(scratch, gb)
 
         def timed(name: str, path: Path, methods: list[str] | None = None, ranks: tuple[int, ...] = (1,)) -> None:
-            found = loadtime.time_load(path, methods, cold=True, repeats=repeats, ranks=ranks)
-            result[name] = [t.as_dict() | {"path": path.name} for t in found]
-            print(*found, *(loadtime.separable(found) if ranks == (1,) else []), sep="\n", flush=True)
+            found = time_load(path, methods, cold=True, repeats=repeats, ranks=ranks)
+            result[name] = [t | {"path": path.name} for t in found.as_dict()["methods"]]
+            print(found, flush=True)
             write_json(out, result)
 
         timed("sharded", scratch / "dcp", ["dcp.load", "dcp.load, kit's reader", "kit"], RANKS)
         timed("safetensors", scratch / "safetensors")
         timed("torch", scratch / "lit_model.pth")
-        timed("handed over", scratch / "dcp", ["kit, handed over"], (2, 4))
-        timed("spread", scratch / "lit_model.pth", ["spread"], (4,))
-        result["save"] = [t.as_dict() for n in (1, 2) for t in savetime.time_save(scratch, gb / 2, n, repeats=repeats)]
+        result["save"] = time_saves(scratch, gb / 2, (1, 2), repeats=repeats).as_dict()["methods"]
         if (scratch / "orbax").exists():
             pagecache.evict(p for p in (scratch / "orbax").rglob("*") if p.is_file())
             result["orbax"] = orbax(scratch / "orbax", repeats)

@@ -525,7 +525,7 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
     assert found.write_s >= found.blocked_s
     assert main(["checkpoint", "plan", str(run.path)]) == 0
     assert f"blocks training for {found.blocked_s:.2g} s" in capsys.readouterr().out
-    words = ["--gb", "0.01", "--repeats", "1", "--method", "dcp.save, sharded", "--json"]
+    words = ["--gb", "0.01", "--repeats", "1", "--method", "sharded", "--json"]
     assert main(["checkpoint", "save", str(run.path), *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["methods"][0]["ranks"] == 2 and told["run_blocked_s"] == {str(n): s for n, s in blocks.items()}

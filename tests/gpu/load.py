@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 import torch
 
-from kit.checkpoints import timing as loadtime
+from kit.checkpoints.storage import mount
+from kit.checkpoints.timing import time_load
 
 
 def make(folder: Path, gb: float) -> dict[str, Path]:
@@ -60,16 +61,16 @@ def main(out: Path, gb: float = 8.6, what: str = "gpu") -> None:
     packages = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer")
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     result: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(), "cpus": psutil.cpu_count(), "storage": loadtime.mount(scratch),
+        "card": torch.cuda.get_device_name(), "cpus": psutil.cpu_count(), "storage": mount(scratch),
         "versions": {name: installed.get(name, "not installed") for name in packages},
         "pinned_gb_s": copies(pinned=True), "pageable_gb_s": copies(pinned=False),
     }  # fmt: skip
 
     def timed(name: str, *words: Any, **more: Any) -> None:
         begun = time.perf_counter()
-        found = loadtime.time_load(*words, **more)
-        result[name] = [t.as_dict() | {"path": Path(t.path).name} for t in found]
-        print(f"{name}, {time.perf_counter() - begun:.0f} s", *found, *loadtime.separable(found), sep="\n", flush=True)
+        found = time_load(*words, **more)
+        result[name] = [t | {"path": Path(t["path"]).name} for t in found.as_dict()["methods"]]
+        print(f"{name}, {time.perf_counter() - begun:.0f} s", found, sep="\n", flush=True)
         out.write_text(json.dumps(result, indent=1))
 
     try:

@@ -1,0 +1,48 @@
+"""What every way to load has: the contract `Loader` and the request that it gets."""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.checkpoints.formats.base import Weights
+
+SAFETENSORS = frozenset({"safetensors", "peft adapter"})
+TORCH = frozenset({"torch"})
+DCP = frozenset({"dcp"})
+EVERY = SAFETENSORS | TORCH | DCP
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One rank's part of a load. `device` is "cpu" or "cuda"; the rank's GPU is torch's current one."""
+
+    weights: Weights
+    path: Path
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One way to load.
+
+    name: as `kit checkpoint time --method` takes it. formats: those that it reads. package: what must be importable.
+    load: returns or yields the tensors; a loader that reads a part on each rank yields the rank's own. It may return
+    before the bytes are in memory: the caller touches them.
+    """
+
+    name: str
+    formats: frozenset[str]
+    load: Callable[[LoadRequest], Iterable[Any]]
+    package: str = "torch"
+    install: str = ""
+    order: int = 0
+
+    def unavailable(self) -> str:
+        """Why the loader cannot be used on this machine; empty if it can."""
+        if importlib.util.find_spec(self.package):
+            return ""
+        return f"run `pip install {self.install or self.package}`"
