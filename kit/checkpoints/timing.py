@@ -82,9 +82,10 @@ class LoadTime:
 
 @dataclass(frozen=True)
 class LoadTimes(Result):
-    """Load times by path, method and number of ranks."""
+    """Load times by path, method and number of ranks; a note says why there are none."""
 
     methods: tuple[LoadTime, ...]
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `kit checkpoint time --json` prints."""
@@ -93,7 +94,7 @@ class LoadTimes(Result):
     def parts(self) -> Iterable[Part]:
         """A figure of medians and ranges, a table, and which methods the ranges separate."""
         if not self.methods:
-            yield "Nothing was timed."
+            yield self.note
             return
         yield self.figure()
         yield Table.of([self._row(name, time) for name, time in self.names().items()])

@@ -1,6 +1,5 @@
 """`kit checkpoint`, `adapter`, `evaluate`: what a run leaves."""
 
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,7 @@ from kit.cli.base import (
     pairs,
 )
 from kit.errors import InputError, KitError
-from kit.show import Answer, Table
+from kit.show import Answer
 
 app = typer.Typer(**SETTINGS)
 checkpoint = typer.Typer(help="Inspect checkpoints, time loading and saving, plan how often to save.", **SETTINGS)
@@ -50,9 +49,9 @@ def checkpoint_inspect(
     """Show format, tensors, bytes and problems; exit 1 where there are any."""
     from kit.checkpoints.inspect import inspect
 
-    value = inspect(path, values).as_dict()
-    emit(Answer(value, *(f"{key}: {text}" for key, text in value.items())), as_json)
-    finish(bool(value["problems"]))
+    found = inspect(path, values)
+    emit(found, as_json)
+    finish(bool(found.problems))
 
 
 @checkpoint.command("time")
@@ -66,12 +65,9 @@ def checkpoint_time(
     as_json: Json = False,
 ) -> None:
     """Time loading, with proof that the files were cold or warm."""
-    from kit.checkpoints.timing import separable, time_load
+    from kit.checkpoints.timing import time_load
 
-    found = time_load(path, method, cold, repeats, numbers(ranks), device.value)
-    lines = [f"{sample.path}, {sample.mount}: {sample}" for sample in found]
-    verdict = separable(found)
-    emit(Answer({"methods": [sample.as_dict() for sample in found], "separable": verdict}, *lines, *verdict), as_json)
+    emit(time_load(path, method, cold, repeats, numbers(ranks), device.value, progress=True), as_json)
 
 
 @checkpoint.command("save")
@@ -84,19 +80,14 @@ def checkpoint_save(
     as_json: Json = False,
 ) -> None:
     """Time saving: how long training is blocked, and until the files are on disk."""
-    from kit.checkpoints.plan import save_blocks
-    from kit.checkpoints.saving import time_save
-    from kit.forecast.timing import predict
+    from kit.checkpoints.saving import time_run_saves, time_saves
 
-    folder, size, world, blocks = Path(where), gb or 1.0, numbers(ranks) or [1], {}
-    if not folder.is_dir() or (folder / "run.json").exists():
-        run = find_run(where)
-        folder, world, blocks = run.path / "checkpoints", numbers(ranks) or [run.recipe.world_size], save_blocks(run)
-        size = gb or predict(run.recipe, run.cluster).storage.checkpoint_gb
-    found = [sample for count in world for sample in time_save(folder, size, count, method, repeats)]
-    lines = [f"in the run, checkpoint-{step} blocked training for {seconds:.2f} s" for step, seconds in blocks.items()]
-    value = {"methods": [sample.as_dict() for sample in found], "run_blocked_s": blocks}
-    emit(Answer(value, *map(str, found), *lines), as_json)
+    folder = Path(where)
+    if folder.is_dir() and not (folder / "run.json").exists():
+        found = time_saves(folder, gb or 1.0, numbers(ranks) or [1], method, repeats, progress=True)
+    else:
+        found = time_run_saves(find_run(where), gb, numbers(ranks), method, repeats, progress=True)
+    emit(found, as_json)
 
 
 @checkpoint.command("plan")
@@ -107,7 +98,7 @@ def checkpoint_plan(
     as_json: Json = False,
 ) -> None:
     """Plan how often to save, and the storage that this takes."""
-    from kit.checkpoints.plan import plan_for, plan_for_run
+    from kit.checkpoints.plan import plan_for_recipe, plan_for_run
 
     try:
         job = load_recipe(recipe, overrides)
@@ -119,8 +110,8 @@ def checkpoint_plan(
         except InputError as no_run:
             raise InputError(f"{no_recipe} {no_run}") from None
     else:
-        found = plan_for(job, load_cluster(cluster))
-    emit(Answer(asdict(found), *found.lines()), as_json)
+        found = plan_for_recipe(job, load_cluster(cluster))
+    emit(found, as_json)
 
 
 @adapter.command("export")
@@ -128,30 +119,35 @@ def adapter_export(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT|RUN")],
     out: Path,
     name: Annotated[str, typer.Option(help="Which adapter, where the checkpoint has several.")] = "",
+    as_json: Json = False,
 ) -> None:
     """Write adapter_model.safetensors from the shards of a checkpoint or run."""
     from kit.deploy.adapter import export
 
     here = Path(checkpoint)
-    print(export(here if here.exists() else find_run(checkpoint).path, out, name))
+    emit(export(here if here.exists() else find_run(checkpoint).path, out, name, progress=True), as_json)
 
 
 @adapter.command("merge")
 def adapter_merge(
-    adapter: Path, base: str, out: Path, shard_gb: Annotated[float, typer.Option(help="Size of a file, GB.")] = 5.0
+    adapter: Path,
+    base: str,
+    out: Path,
+    shard_gb: Annotated[float, typer.Option(help="Size of a file, GB.")] = 5.0,
+    as_json: Json = False,
 ) -> None:
     """Add an adapter to its base, shard by shard."""
-    from kit.deploy.adapter import merge
+    from kit.deploy.merge import merge
 
-    print(merge(adapter, base, out, shard_gb))
+    emit(merge(adapter, base, out, shard_gb, progress=True), as_json)
 
 
 @adapter.command("push")
-def adapter_push(adapter: Path, repo: str) -> None:
+def adapter_push(adapter: Path, repo: str, as_json: Json = False) -> None:
     """Upload an adapter folder to a hub repository."""
     from kit.deploy.adapter import push
 
-    print(push(adapter, repo))
+    emit(push(adapter, repo), as_json)
 
 
 @app.command(rich_help_panel=OUTPUT)
@@ -176,5 +172,5 @@ def evaluate(
     end = run.wait()
     if end.state != "COMPLETED":
         raise KitError(f"The evaluation is {end.state}: {end.cause or 'no cause is known'}; see {run.log}.")
-    rows = scores(out)
-    emit(Answer(value | {"scores": rows}, Table.of(rows)), as_json)
+    found = scores(out)
+    emit(Answer(value | found.as_dict(), *found.parts()), as_json)

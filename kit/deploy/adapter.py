@@ -1,324 +1,243 @@
-"""Adapters: out of a checkpoint's shards, into the base shard by shard, onto a hub."""
+"""Export an adapter from a checkpoint's shards as PEFT's two files, and push it to a hub."""
 
-import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kit import files
-from kit.checkpoints import inspect as checkpoint
-from kit.checkpoints import weights
-from kit.checkpoints.formats.base import ProblemKind, Weights, join_messages
-from kit.config import models as model
-from kit.errors import KitError
+from kit.checkpoints.formats.base import Problem, ProblemKind, Weights, join_messages
+from kit.checkpoints.inspect import check_values, complete, inspect
+from kit.checkpoints.weights import read_headers, read_tensors
+from kit.config import models
+from kit.errors import InputError, KitError
+from kit.show import Part, Result, Table, progress_bar
 from kit.slurm.run import Run
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's own names
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-_OWNED = re.compile(r"\.(lora_\w+|modules_to_save)\.(?!weight$|bias$)([^.]+)")  # by whom, in a full checkpoint
+# In a full checkpoint the adapter's name comes after these, as in lora_A.default.weight.
+_NAMED = re.compile(r"\.(lora_\w+|modules_to_save)\.(?!weight$|bias$)([^.]+)")
+
+Shapes = dict[str, tuple[int, ...]]  # by tensor name; () where the shape is not known
 
 
-def peft_name(key: str) -> str:
-    """PEFT's own name of a checkpoint's tensor: no wrappers, no "model." of accelerate's, no adapter's name."""
-    key = re.sub(r"^model\.(?=base_model\.)", "", _WRAPPERS.sub("", key))
-    key = _OWNED.sub(r".\1", key).replace(".modules_to_save.", ".")
-    return key.removesuffix(".weight") if key.endswith("lora_magnitude_vector.weight") else key
+@dataclass(frozen=True)
+class ExportedAdapter(Result):
+    """An adapter folder that PEFT loads. `bytes` are those of its tensors."""
+
+    path: Path
+    checkpoint: Path
+    tensors: int
+    bytes: int
+    problems: tuple[Problem, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `kit adapter export --json` prints."""
+        return {
+            "path": str(self.path),
+            "checkpoint": str(self.checkpoint),
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "problems": [problem.message for problem in self.problems],
+        }
+
+    def parts(self) -> Iterable[Part]:
+        """One table; all values were read and are finite."""
+        columns = ("adapter", "from", "tensors", "GB", "values")
+        yield Table(columns, [(str(self.path), self.checkpoint.name, self.tensors, self.bytes / 1e9, "all finite")])
+        yield from join_messages(self.problems).splitlines()
 
 
-def export(source: Path, out: Path, name: str = "") -> Path:
-    """A new folder with PEFT's two files from a checkpoint-N folder, or from a run's newest complete checkpoint.
+def export(source: Path, out: Path, name: str = "", progress: bool = False) -> ExportedAdapter:
+    """Write a new folder with PEFT's two files from a checkpoint-N folder, or from a run's newest complete checkpoint.
 
     Of DCP shards only the adapter's bytes are read. `name` picks one of several adapters; the config of any but
-    "default" lies in a folder of that name, as PEFT saves it. Raises KitError, and leaves nothing, where there is no
-    adapter, a tensor is missing, misshapen or not finite; warns where the adapter is untrained.
+    "default" is in a folder of that name, as PEFT saves it. Warns where the adapter is untrained.
+    Raises KitError, and leaves nothing, where there is no adapter, or where a tensor is missing, has another shape than
+    PEFT expects, or holds NaN or infinity.
     """
-    source = _newest(Path(source))
-    config = source / ("" if name == "default" else name) / CONFIG
+    checkpoint = newest_complete(Run(Path(source))) if (Path(source) / "run.json").is_file() else Path(source)
+    config = checkpoint / ("" if name == "default" else name) / CONFIG
     if not config.is_file():
-        raise KitError(f"{config} is not there; save the PEFT config so, as kit's training does.")
-    held = weights.read_headers(source)
-    if held.problems:
-        raise KitError(f"The adapter in {source} cannot be exported: {join_messages(held.problems)}")
-    settings, expected = files.read_json(config), _expected(config)
-    names = _adapter_names(held, source, name, expected or {})
-    _check(names, held, expected or _paired(names.values(), settings, settings["target_modules"]), source)
-    tensors = {names[key]: tensor.contiguous() for key, tensor in weights.read_tensors(held, names)}
-    for problem in checkpoint.check_values(tensors.items()):
-        if problem.kind is not ProblemKind.UNTRAINED:
-            raise KitError(f"{source}: {problem} Export an earlier checkpoint.")
-        warnings.warn(f"{source}: {problem}", stacklevel=2)
+        raise KitError(f"{config} does not exist; save the PEFT config next to the weights, as kit's training does.")
+    weights = read_headers(checkpoint)
+    if weights.problems:
+        raise KitError(f"The adapter in {checkpoint} cannot be exported: {join_messages(weights.problems)}")
+    settings, expected = files.read_json(config), expected_shapes(config)
+    names = _adapter_names(weights, checkpoint, name, expected or {})
+    check_shapes(names, weights, expected or paired_names(names.values(), settings), checkpoint)
+    tensors, problems = _read_checked(weights, names, checkpoint, progress)
     with files.new_folder(Path(out)) as folder:
-        _save(tensors, folder / WEIGHTS)
+        save_tensors(tensors, folder / WEIGHTS)
         shutil.copyfile(config, folder / CONFIG)
-    return Path(out)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return ExportedAdapter(Path(out), checkpoint, len(tensors), size, problems)
 
 
-def _newest(source: Path) -> Path:
-    if not (source / "run.json").is_file():
-        return source
-    for folder in reversed(Run(source).checkpoints()):
-        if checkpoint.complete(folder):
+def newest_complete(run: Run) -> Path:
+    """The newest checkpoint that training could resume from. Raises InputError where there is none."""
+    found = run.checkpoints()
+    for folder in reversed(found):
+        if complete(folder):
             return folder
-    raise KitError(f"{source} holds no complete checkpoint yet; `kit checkpoint inspect` says what is wrong with one.")
+    if not found:
+        raise InputError(
+            f"{run.path} has no checkpoint yet; wait for the first save (schedule.save_every), or choose another run."
+        )
+    raise InputError(
+        f"{run.path} has no complete checkpoint among {len(found)}; `kit checkpoint inspect {found[-1]}` lists what is "
+        "wrong with the newest."
+    )
 
 
-def _save(tensors: dict[str, Any], path: Path) -> None:
+def _read_checked(
+    weights: Weights, names: dict[str, str], checkpoint: Path, progress: bool
+) -> tuple[dict[str, Any], tuple[Problem, ...]]:
+    """The tensors under PEFT's names, and problems that do not prevent an export. Raises KitError."""
+    tensors = {}
+    size = sum(weights.tensors[key].bytes for key in names)
+    with progress_bar(size, "export", "B", shown=progress, unit_scale=True) as bar:
+        for key, tensor in read_tensors(weights, names):
+            tensors[names[key]] = tensor.contiguous()
+            bar.update(tensor.nbytes)
+    problems = check_values(tensors.items())
+    for problem in problems:
+        if problem.kind is not ProblemKind.UNTRAINED:
+            raise KitError(f"{checkpoint}: {problem} Export an earlier checkpoint.")
+        warnings.warn(f"{checkpoint}: {problem}", stacklevel=3)
+    return tensors, tuple(problems)
+
+
+def save_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Write a safetensors file that the umask's group and others can read (safetensors writes mode 0600)."""
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(files.umask_mode())  # safetensors writes 0600
+    path.chmod(files.umask_mode())
 
 
-def _adapter_names(held: Weights, source: Path, name: str, expected: dict[str, Any]) -> dict[str, str]:
-    """{key in the checkpoint: PEFT's name}; all keys, or where the base lies there too, those of the adapter."""
-    owners = {key: owned[2] if (owned := _OWNED.search(key)) else "" for key in held.tensors}
-    there = sorted(set(owners.values()) - {""})
-    if there and name not in there and (name or len(there) > 1):
-        raise KitError(f"{source} holds the adapters {', '.join(there)}; name one of them.")
-    owner = name or "".join(there)
-    names = {key: peft_name(key) for key in owners}
-    names = {k: n for k, n in names.items() if owners[k] == owner or (not owners[k] and (not there or n in expected))}
-    if not any("lora_" in n for n in names.values()):
-        raise KitError(f"{source} holds no LoRA tensors among its {len(held.tensors)}: not an adapter's checkpoint.")
-    if len(set(names.values())) < len(names):
-        twice = next(n for n in names.values() if list(names.values()).count(n) > 1)
-        raise KitError(f"{source}: two tensors would both be named {twice}, so nothing is exported.")
+def peft_name(key: str) -> str:
+    """PEFT's name of a checkpoint's tensor, without wrappers, accelerate's "model." and the adapter's name."""
+    key = re.sub(r"^model\.(?=base_model\.)", "", _WRAPPERS.sub("", key))
+    key = _NAMED.sub(r".\1", key).replace(".modules_to_save.", ".")
+    return key.removesuffix(".weight") if key.endswith("lora_magnitude_vector.weight") else key
+
+
+def _adapter_names(weights: Weights, checkpoint: Path, name: str, expected: Shapes) -> dict[str, str]:
+    """{key in the checkpoint: PEFT's name} of one adapter. Raises KitError for no or several adapters.
+
+    Where no key names an adapter, all keys are the adapter's; else those with its name, and those that PEFT expects.
+    """
+    adapter_of = {key: match[2] if (match := _NAMED.search(key)) else "" for key in weights.tensors}
+    adapters = sorted(set(adapter_of.values()) - {""})
+    if adapters and name not in adapters and (name or len(adapters) > 1):
+        raise KitError(f"{checkpoint} holds the adapters {', '.join(adapters)}; name one of them.")
+    wanted = name or "".join(adapters)
+    names = {}
+    for key, adapter in adapter_of.items():
+        unnamed_part = not adapter and (not adapters or peft_name(key) in expected)
+        if adapter == wanted or unnamed_part:
+            names[key] = peft_name(key)
+    if not any("lora_" in found for found in names.values()):
+        raise KitError(f"{checkpoint} holds no LoRA tensors among its {len(weights.tensors)}: it is not of an adapter.")
+    repeated = [found for found, count in Counter(names.values()).items() if count > 1]
+    if repeated:
+        raise KitError(f"{checkpoint}: two tensors would both be named {repeated[0]}, so nothing is exported.")
     return names
 
 
-def _check(names: dict[str, str], held: Weights, expected: dict[str, tuple[int, ...]], source: Path) -> None:
+def check_shapes(names: dict[str, str], weights: Weights, expected: Shapes, source: Path) -> None:
     """Raises KitError unless the tensors are those that PEFT would make for this config."""
-    found = {name: held.tensors[key].shape for key, name in names.items()}
-    faults = {
-        "missing": [n for n in expected if n not in found],
-        "not expected": [n for n in found if n not in expected and "lora_" in n],  # PEFT may add embeddings
-        "misshapen": [n for n, shape in expected.items() if shape and found.get(n, shape) != shape],
+    found = {name: weights.tensors[key].shape for key, name in names.items()}
+    differences = {
+        "missing": [name for name in expected if name not in found],
+        # PEFT may add embeddings, which are not LoRA's
+        "not expected": [name for name in found if name not in expected and "lora_" in name],
+        "of another shape": [name for name, shape in expected.items() if shape and found.get(name, shape) != shape],
     }
-    for fault, which in faults.items():
+    for difference, which in differences.items():
         if which:
             raise KitError(
                 f"{source} holds {len(found)} adapter tensors, {len(expected)} were expected from {CONFIG}: "
-                f"{len(which)} {fault}, such as {which[0]}."
+                f"{len(which)} {difference}, such as {which[0]}."
             )
 
 
-def _expected(config: Path) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes that PEFT would save, from an empty model of the base's shape; None if no base is at hand."""
+def expected_shapes(config: Path) -> Shapes | None:
+    """What PEFT would save, from an empty model of the base's shape; None if the base's config is not here."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = _base_config(files.read_json(config).get("base_model_name_or_path") or "")
+    base = base_config_folder(files.read_json(config).get("base_model_name_or_path") or "")
     if not base:
         return None
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PEFT itself: a newer one's settings, an older name in transformers
+        warnings.simplefilter("ignore")  # of settings that a newer PEFT wrote, of names that transformers deprecates
         settings = PeftConfig.from_pretrained(config.parent)
-        settings.base_model_name_or_path, settings.init_lora_weights = base, False  # only shapes are asked
+        settings.base_model_name_or_path, settings.init_lora_weights = base, False  # only shapes matter
         empty = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), settings)
     return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(empty).items()}
 
 
-def _base_config(name: str) -> str:
-    """The folder of the base's config.json on this machine, or nothing."""
-    config = model.find_config(name) if name else None
+def base_config_folder(name: str) -> str:
+    """The folder of the base's config.json on this machine, or an empty string."""
+    config = models.find_config(name) if name else None
     return str(config.parent) if config else ""
 
 
-def _paired(found: Iterable[str], config: dict[str, Any], targets: Any = None) -> dict[str, tuple[int, ...]]:
-    """Without the base: an A for every B, a B for every A, each target module at least once; shapes unknown."""
-    names = {n.replace("lora_A", "lora_B") for n in found} | {n.replace("lora_B", "lora_A") for n in found}
-    names |= {n.replace("lora_A.weight", "lora_magnitude_vector") for n in found if config.get("use_dora")}
-    listed = targets if isinstance(targets, list) else []
-    names |= {f"{t}.lora_A.weight" for t in listed if not any(f".{t}.lora_" in name for name in found)}
+def paired_names(found: Iterable[str], config: dict[str, Any], check_targets: bool = True) -> Shapes:
+    """What can be expected without the base: an A for every B, a B for every A, each target module at least once."""
+    found = list(found)
+    names = {name.replace("lora_A", "lora_B") for name in found} | {name.replace("lora_B", "lora_A") for name in found}
+    if config.get("use_dora"):
+        names |= {name.replace("lora_A.weight", "lora_magnitude_vector") for name in found}
+    targets = config["target_modules"] if check_targets else None
+    for target in targets if isinstance(targets, list) else []:
+        if not any(f".{target}.lora_" in name for name in names):
+            names.add(f"{target}.lora_A.weight")
     return dict.fromkeys(names, ())
 
 
-Update = Callable[[Any], Any]  # the new values of a tensor from the base's; these may be overwritten
-Outputs = dict[str, dict[str, Update | None]]  # {the base's tensor: {the merged model's: update}}
-HEAD = "lm_head.weight"
-_TURNED = ("gpt2", "imagegpt", "openai-gpt")  # their Conv1D keeps weights as in x out (transformers.pytorch_utils)
-# Other starts, such as pissa, change the base before training.
-_VALUES = {"peft_type": ("lora",), "init_lora_weights": ("true", "false", "gaussian", "eva", "orthogonal")}
-# What a config may set: the sum needs it or does not see it. Anything else set changes what is merged.
-_KNOWN = re.compile(
-    r"(alpha|rank|layers)_pattern|auto_mapping|base_model_name_or_path|bias|eva_config|exclude_modules|fan_in_fan_out|"
-    r"inference_mode|init_lora_weights|layers_to_transform|lora_(alpha|dropout)|megatron_core|modules_to_save|"
-    r"peft_(type|version)|qalora_group_size|r|revision|target_modules|task_type|use_(dora|rslora)"
-)
+@dataclass(frozen=True)
+class Upload(Result):
+    """A folder that was uploaded to a hub repository."""
+
+    path: Path
+    repository: str
+    address: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `kit adapter push --json` prints."""
+        return {"path": str(self.path), "repository": self.repository, "address": self.address}
+
+    def parts(self) -> Iterable[Part]:
+        """The address."""
+        yield f"{self.path} is at {self.address}"
 
 
-def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0) -> Path:
-    """A model folder with W + scaling B A in fp32, cast back to the base's dtype, at most shard_gb (1e9) a file.
+def push(adapter: Path, repository: str) -> Upload:
+    """Upload an adapter or model folder to a hub repository.
 
-    Holds one shard and the adapter in memory, never the base. Unties lm_head where the adapter changes one of the two.
-    Raises KitError for a base that does not fit the adapter, for settings that are not merged here, and where the disk
-    is too small; nothing is left then. Warns where the base goes by another name.
+    Raises KitError without a repository or HF_TOKEN, for a folder with problems, and with the hub's reason if it
+    refuses.
     """
-    adapter, origin, out = Path(adapter), Path(model.source(str(base))), Path(out)
-    config, settings = files.read_json(adapter / CONFIG), files.read_json(origin / "config.json")
-    _check_mergeable(config, adapter)
-    held = weights.read_headers(origin)
-    if held.format != "safetensors" or held.problems:
-        reason = join_messages(held.problems) or "it holds no safetensors files."
-        raise KitError(f"{origin} cannot be merged into: {reason}")
-    _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings)
-    turned = bool(config.get("fan_in_fan_out")) or settings.get("model_type") in _TURNED
-    updates = _updates(adapter, config, origin, held, turned)
-    outputs = {name: {name: updates.get(name)} for name in held.tensors}
-    if (tied := _tied(held)) and (tied in updates or HEAD in updates):
-        outputs[tied][HEAD] = updates.get(HEAD)
-    need = sum(sizes := [held.tensors[source].bytes for source, made in outputs.items() for _ in made])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(out.parent).free) < need:
-        raise KitError(f"The merged model takes {need / 1e9:.1f} GB; {out.parent} has {free / 1e9:.1f} GB free.")
-    with files.new_folder(out) as folder:
-        _write_shards(_stream(outputs, held), list(_shards(sizes, shard_gb * 1e9)), need, folder)
-        for path in origin.iterdir():
-            if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
-        if len(sizes) > len(outputs):
-            files.write_json(folder / "config.json", settings | {"tie_word_embeddings": False})
-    return out
-
-
-def _write_shards(stream: Iterator[tuple[str, Any]], shards: list[int], size: int, folder: Path) -> None:
-    where: dict[str, str] = {}
-    for number, count in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = dict(islice(stream, count))
-        where |= dict.fromkeys(tensors, name)
-        _save(tensors, folder / name)
-        del tensors  # before the next shard is gathered
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    if len(shards) > 1:
-        files.write_json(folder / "model.safetensors.index.json", index)
-
-
-def _stream(outputs: Outputs, held: Weights) -> Iterator[tuple[str, Any]]:
-    for source, tensor in weights.read_tensors(held, held.tensors):
-        for name, update in outputs[source].items():
-            copy = tensor.clone() if len(outputs[source]) > 1 else tensor
-            yield name, update(copy) if update else copy
-
-
-def _shards(sizes: list[int], limit: float) -> Iterator[int]:
-    """How many tensors go into each file, in the base's order."""
-    count, total = 0, 0
-    for size in sizes:
-        if count and total + size > limit:
-            yield count
-            count, total = 0, 0
-        count, total = count + 1, total + size
-    yield count
-
-
-def _tied(held: Weights) -> str:
-    """The embedding that is lm_head too, if one is: transformers then saves one tensor for both."""
-    found = [n for n in held.tensors if n.endswith(("embed_tokens.weight", "wte.weight"))]
-    return found[0] if found and HEAD not in held.tensors else ""
-
-
-def _fit(origin: Path, held: Weights, name: str, *shapes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The base's own name of a tensor, and its shape. Raises KitError unless it is unquantised and of these shapes.
-
-    A bare model's file, as GPT-2's, lacks the first word of each name.
-    """
-    names = [name, name.partition(".")[2], _tied(held) if name == HEAD else ""]
-    found = next((n for n in names if n in held.tensors), None)
-    if found is None:
-        raise KitError(f"{origin} has no tensor {name}: another base than the adapter's.")
-    entry = held.tensors[found]
-    if entry.shape not in shapes or "float" not in entry.dtype or "8" in entry.dtype:
-        raise KitError(
-            f"{origin}: {found} is {entry.dtype} {list(entry.shape)}; the adapter needs an unquantised tensor of shape "
-            f"{list(shapes[0])}. Name the base that it was trained on."
-        )
-    return HEAD if name == HEAD else found, entry.shape
-
-
-def _updates(adapter: Path, config: dict[str, Any], origin: Path, held: Weights, turned: bool) -> dict[str, Update]:
-    """{base tensor: update}; `turned`: weights are in x out. Raises KitError for tensors that merging does not know."""
-    saved = weights.read_headers(adapter)
-    if saved.problems:
-        raise KitError(f"{adapter} cannot be merged: {join_messages(saved.problems)}")
-    _check({name: name for name in saved.tensors}, saved, _paired(saved.tensors, config), adapter)
-    tensors = {n.removeprefix("base_model.model."): t for n, t in weights.read_tensors(saved, saved.tensors)}
-    updates: dict[str, Update] = {}
-    for name, tensor in tensors.items():
-        module, lora, part = name.partition(".lora_")
-        magnitude = tensors.get(f"{module}.lora_magnitude_vector")
-        if part == "A.weight" or (part == "embedding_A" and magnitude is None):
-            other = tensors[f"{module}.lora_{part.replace('A', 'B')}"]
-            left, right = (other, tensor) if part == "A.weight" else (tensor.T, other.T)  # r x tokens, hidden x r
-            rows, columns = shape = (len(left), right.shape[1])
-            target, found = _fit(origin, held, f"{module}.weight", shape, shape[::-1])
-            turn = found != shape or (rows == columns and turned)
-            updates[target] = partial(_added, left, right, _scaling(config, module, len(right)), magnitude, turn)
-        elif not lora and not name.endswith(".base_layer.weight"):  # trained whole: modules_to_save, biases
-            target, _ = _fit(origin, held, name.replace(".base_layer.", "."), tuple(tensor.shape))
-            updates[target] = tensor.type_as  # in the base's dtype
-        elif lora and part not in ("B.weight", "embedding_B", "magnitude_vector"):
-            raise KitError(f"{adapter}: merging knows no tensor like {name}; merge with PEFT's merge_and_unload.")
-    return updates
-
-
-def _added(left: Any, right: Any, scaling: float, magnitude: Any, turned: bool, weight: Any) -> Any:
-    """W + scaling B A, in place, in fp32 by blocks of rows; DoRA sets the norm of each row (arXiv 2402.09353)."""
-    rows_of, right = weight.T if turned else weight, right.float()
-    step = max(1, 2**24 // right.shape[1])  # 64 MiB of fp32
-    for part in (slice(start, start + step) for start in range(0, len(left), step)):
-        block = (left[part].float() @ right).mul_(scaling).add_(rows_of[part])
-        if magnitude is not None:
-            block.mul_((magnitude[part].float() / block.norm(dim=1))[:, None])
-        rows_of[part] = block
-    return weight
-
-
-def _scaling(config: dict[str, Any], module: str, r: int) -> float:
-    """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module)), config["lora_alpha"])
-    return float(alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r)
-
-
-def _check_mergeable(config: dict[str, Any], adapter: Path) -> None:
-    found = [key for key, value in config.items() if value and not _KNOWN.fullmatch(key)]
-    for key, values in _VALUES.items():
-        found += [f"{key} {config.get(key)}"] if str(config.get(key, True)).lower() not in values else []
-    if found:
-        raise KitError(f"{adapter} is not merged here: it sets {', '.join(found)}. Use PEFT's own merge.")
-
-
-def _check_base(trained_on: str, base: str, origin: Path, settings: dict[str, Any]) -> None:
-    """Raises KitError where configs or hub ids tell two models apart; warns where only the folders' names differ."""
-    known, told = _base_config(trained_on), f"The adapter was trained on {trained_on}, not on {base}"
-    theirs = files.read_json(Path(known) / "config.json") if known else settings
-    if differs := [k for k in ("model_type", "hidden_size", "vocab_size") if theirs.get(k) != settings.get(k)]:
-        raise KitError(f"{told}, which has another {differs[0]}: {settings.get(differs[0])}.")
-    same = Path(trained_on).name.lower() == Path(base).name.lower() or (known and Path(known).samefile(origin))
-    if not same and not any(Path(name).exists() or name.count("/") != 1 for name in (trained_on, base)):
-        raise KitError(f"{told}. Name that base, or a folder that holds it.")
-    if not same:
-        warnings.warn(f"{told}; their shapes agree, their values cannot be compared.", stacklevel=3)
-
-
-def push(adapter: Path, repo: str) -> str:
-    """The address on the hub of an adapter or model folder, uploaded. Raises KitError without repo or HF_TOKEN."""
     from huggingface_hub import upload_folder
 
     token = os.environ.get("HF_TOKEN")
-    if not repo or not token:
-        raise KitError(f"Nothing was pushed: set {'HF_TOKEN to a token that may write' if repo else 'a repository'}.")
-    if problems := checkpoint.inspect(Path(adapter), values=True).problems:
+    if not repository or not token:
+        missing = "HF_TOKEN to a token that may write" if repository else "a repository"
+        raise KitError(f"Nothing was pushed: set {missing}.")
+    if problems := inspect(Path(adapter), values=True).problems:
         raise KitError(f"Nothing was pushed: {join_messages(problems)}")
     try:
-        return str(upload_folder(repo_id=repo, folder_path=adapter, token=token))
-    except Exception as error:  # no network, no such repository, no right to write: the hub's own words follow
-        raise KitError(f"Nothing was pushed to {repo}: {str(error).splitlines()[0]}") from None
+        address = str(upload_folder(repo_id=repository, folder_path=adapter, token=token))
+    except Exception as error:  # no network, no such repository, no right to write: the hub's message follows
+        raise KitError(f"Nothing was pushed to {repository}: {str(error).splitlines()[0]}") from None
+    return Upload(Path(adapter), repository, address)

@@ -20,6 +20,7 @@ from pathlib import Path
 from kit import files
 from kit.checkpoints import pagecache
 from kit.deploy import adapter
+from kit.deploy import merge as merging
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TARGETS = ["q_proj", "v_proj"]
@@ -54,7 +55,7 @@ def export(folder: Path) -> None:
 
 def merge(folder: Path, shard_gb: float = 5.0) -> None:
     """The kit's merge."""
-    adapter.merge(folder / "adapter", folder / "base", folder / "merged", shard_gb)
+    merging.merge(folder / "adapter", folder / "base", folder / "merged", shard_gb)
 
 
 def load_whole(folder: Path) -> None:

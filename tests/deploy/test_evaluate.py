@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.deploy import adapter, evaluate
+from kit.deploy import evaluate
+from kit.deploy.merge import merge
 from kit.errors import InputError, KitError
 from tests.conftest import REPOSITORY
 
@@ -76,7 +77,7 @@ def test_the_kits_own_task_has_twenty_questions_and_no_favourite_answer():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_an_adapter_and_its_merged_model_score_what_their_likelihoods_say(tiny, tuned, tmp_path):
-    merged = adapter.merge(tuned, tiny, tmp_path / "merged")
+    merged = merge(tuned, tiny, tmp_path / "merged").path
     of_adapter = score(kit_evaluate(tuned, tmp_path / "one", "--wait", "--json"))
     of_merged = score(kit_evaluate(merged, tmp_path / "two", "--wait", "--json"))
     assert of_adapter == of_merged == {"acc": pytest.approx(picked(merged))}
@@ -160,7 +161,7 @@ def test_without_lm_eval_it_says_what_to_install(tiny, local, tmp_path, monkeypa
 
 
 def test_scores_of_a_job_that_has_not_ended_are_not_made_up(tmp_path):
-    with pytest.raises(KitError, match=r"scores.json is not there"):
+    with pytest.raises(KitError, match=r"scores.json does not exist"):
         evaluate.scores(tmp_path)
 
 
@@ -172,6 +173,9 @@ def test_scores_are_rows_with_their_errors(tmp_path):
     }  # fmt: skip
     found = {"results": {"ifeval": values}, "n-samples": {"ifeval": {"effective": 541}}}
     (tmp_path / "scores.json").write_text(json.dumps(found))
-    strict, loose = evaluate.scores(tmp_path)
-    assert strict == {"task": "ifeval", "metric": "prompt-strict", "value": 0.7098, "stderr": 0.0195, "questions": 541}
-    assert (loose["metric"], loose["value"], loose["stderr"]) == ("inst-loose", 0.8106, None)
+    found = evaluate.scores(tmp_path)
+    strict, loose = found.scores
+    assert strict == evaluate.Score("ifeval", "prompt-strict", 0.7098, 0.0195, 541)
+    assert loose == evaluate.Score("ifeval", "inst-loose", 0.8106, None, 541)
+    assert found.as_dict()["scores"][1]["stderr"] is None
+    assert "prompt-strict  70.98%" in str(found)

@@ -106,7 +106,7 @@ def adapter_facts(run: "slurm.Run", recipe: Recipe) -> dict[str, object]:
     """Export the adapter, load it with PEFT, and see that it changes the logits to other finite ones."""
     from peft import PeftModel
 
-    adapter = export(run.path, run.path / "adapter")
+    adapter = export(run.path, run.path / "adapter").path
     base = load_model(recipe.model.name, torch.bfloat16, "sdpa", recipe.schedule.seed).cuda().eval()
     tokens = torch.arange(1, 65, device="cuda")[None]
     with torch.no_grad():

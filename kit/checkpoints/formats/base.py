@@ -20,6 +20,7 @@ class ProblemKind(StrEnum):
     UNFINISHED_SAVE = "unfinished save"
     NO_OPTIMIZER = "no optimizer state"
     MISSING_RANKS = "random state of some ranks missing"
+    UNREADABLE = "not readable"
     HIDDEN_FROM_GROUP = "not readable by the group"
     NOT_FINITE = "values that are not finite"
     UNTRAINED = "untrained adapter"
