@@ -109,7 +109,7 @@ class CheckpointSet(Result):
         name = self.run.recipe.model.name
         if name.endswith(".json"):
             return LoadTimes((), f"{name} describes a model with random weights: there are no files to time.")
-        return _time(Path(models.source(name)), cold, methods, repeats, progress)
+        return _time(Path(models.source(name, self.run.cluster.paths.hf_home)), cold, methods, repeats, progress)
 
     def plan(self) -> SavePlan:
         """How often to save, from what this run's saves cost."""
@@ -133,7 +133,8 @@ class CheckpointSet(Result):
         """
         if not self.adapter.exists():
             self.export(progress=progress)
-        return merge(self.adapter, base or self.run.recipe.model.name, out or self.merged, shard_gb, progress)
+        with models.use_hf_home(self.run.cluster.paths.hf_home):
+            return merge(self.adapter, base or self.run.recipe.model.name, out or self.merged, shard_gb, progress)
 
 
 def checkpoints(run: Run | Path | str = "latest") -> CheckpointSet:
