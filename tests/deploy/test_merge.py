@@ -103,7 +103,7 @@ def test_another_hub_id_than_the_adapters_is_refused(tmp_path, monkeypatch):
     shutil.copytree(fsdp2_saves() / "base", snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(KitError, match="trained on nobody/nothing, not on some/model"):
         merge(exported, "some/model", tmp_path / "merged")
 
