@@ -1,7 +1,7 @@
-"""What the board costs, on this machine: `python -m tests.benchmarks.board` writes board.json beside itself.
+"""What the board costs on this machine: `python -m tests.benchmarks.board [NAME...]` writes board.json next to it.
 
-Everything is measured where a person meets it: in a real kernel, in a real JupyterLab in a headless Chromium, with the
-real SDK. Times are of the wall clock of a machine that may be busy; what an undisturbed event loop does stands beside.
+Measured in a real kernel, in a real JupyterLab in a headless Chromium, with the real SDK. Times are wall-clock times;
+the lateness of an undisturbed event loop is given for comparison, as the machine may be busy.
 """
 
 import json
@@ -214,8 +214,19 @@ def browser():
     return {"rows": len(seconds), "log_to_visible_s": spread(seconds, 2), "frames_of_64_gpus_ms": spread(gaps)}
 
 
+def silent_server():
+    """Seconds until the board mentions that a W&B server does not answer."""
+    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "local-" + "a" * 40}
+    start, board = time.perf_counter(), kit.watch.board.watch("entity/project/run")
+    while "no answer from W&B" not in board.status():
+        pass
+    seconds = time.perf_counter() - start
+    board.finish()
+    return {"mentioned_s": round(seconds, 2)}
+
+
 def main(*wanted):
-    """All measurements, or those named; the others stay as they are. Each tells how busy the machine was."""
+    """All measurements, or those named; the others keep their results. Each has the load of the machine."""
     path = Path(__file__).with_suffix(".json")
     results = json.loads(path.read_text()) if path.exists() else {}
     for name, measure in (
@@ -225,6 +236,7 @@ def main(*wanted):
         ("updates_64_gpus", updates),
         ("executed_notebook", notebook),
         ("sigkill", killed),
+        ("silent_server", silent_server),
         ("browser", browser),
     ):
         if not wanted or name in wanted:

@@ -1,8 +1,8 @@
-"""What reading metrics costs, on this machine: `python tests/benchmarks/metrics.py` writes metrics.json beside itself.
+"""What reading metrics costs on this machine: `python tests/benchmarks/metrics.py` writes metrics.json next to it.
 
-Long logs are written here, in wandb's own format and with the records that its SDK writes for a row (two summaries and
-a history, 790 bytes for eight metrics); the latency is that of the real SDK. Times are of the wall clock, and beside
-them the CPU's, which a busy machine lengthens less; how late an event loop is that nothing disturbs is told, too.
+Long logs are written here, in wandb's format and with the records that its SDK writes for a row (two summaries and a
+history, 790 bytes for eight metrics); the latency is that of the real SDK. Wall-clock times come with CPU times, which
+a busy machine lengthens less, and with the lateness of an event loop that nothing disturbs.
 """
 
 import asyncio
