@@ -233,7 +233,7 @@ class Metrics(Store):
     """All that was logged for the run in a folder. Call `poll` until it returns False, then every now and then.
 
     A resumed run has a log for each segment; a run whose nodes all write has one for each node. In a folder with
-    several runs the newest is read; a log, or its folder, stands for its run. Node samples are read from
+    several runs the newest is read; a log, or its folder, names its run. Node samples are read from
     nodes/<host>.jsonl; without these files, from wandb's system metrics.
 
     The end of a long file is read first, so that `line`, `last`, `nodes` and `exit_code` are up to date at once, while
@@ -321,7 +321,7 @@ class Metrics(Store):
                 self._all.nodes[path] = SampleFile(path)
 
     def _reader_of_the_end(self) -> _FileReader:
-        """A reader of the end of the newest log and of each sample file, into a store of its own."""
+        """A reader of the end of the newest log and of each sample file, into a separate store."""
         steps_are_logged = self.step_name in self.series
         reader = _FileReader(Store(self.step_name, skip_until_step=steps_are_logged))
         if steps_are_logged or len(self._all.logs) == 1:  # W&B's own steps of a later segment are not known yet

@@ -1,4 +1,4 @@
-"""Panels of the board: which charts are drawn of the runs, and what stands above them."""
+"""Panels of the board: which charts are drawn of the runs, and the header of each run."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands above the panels for a run; `done` is the part of its steps that is done, 0 to 1."""
+    """The header of a run above the panels; `done` is the part of its steps that is done, 0 to 1."""
 
     title: str
     status: str

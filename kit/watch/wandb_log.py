@@ -55,7 +55,7 @@ class Record(NamedTuple):
 def find_logs(place: Path) -> list[Path]:
     """The logs in a folder, its wandb/ or its wandb/wandb/, oldest first.
 
-    A log, or the folder of one segment of a run, stands for all segments of that run.
+    For a log, or the folder of one segment of a run, these are all segments of that run.
     """
     log = _log_of(place)
     name = glob.escape(log.name) if log else "run-*.wandb"

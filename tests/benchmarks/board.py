@@ -21,6 +21,7 @@ from jupyter_client.manager import start_new_kernel
 from playwright.sync_api import sync_playwright
 
 from kit.watch import panels, picture
+from kit.watch.board import watch
 from kit.watch.metrics import Metrics
 from kit.watch.series import Series
 from kit.watch.status import RunStatus
@@ -74,16 +75,16 @@ def hear(client, true):
 def drawn(message):
     """Whether it brings lines, as the widget's first state or as a picture."""
     data = message["content"].get("data", {})
-    whole = message["msg_type"] == "comm_open" and data["state"].get("complete")
-    known = any(panel["lines"] for panel in whole["panels"]) if whole else False
+    complete = message["msg_type"] == "comm_open" and data["state"].get("complete")
+    known = any(panel["lines"] for panel in complete["panels"]) if complete else False
     return known or 'stroke-width="1.5"' in data.get("image/svg+xml", "")
 
 
 def late(client, cell):
     """How late the kernel's event loop was since the last question, in ms."""
     ask(client, "import numpy; print(*numpy.quantile(late, [0.5, 0.95, 0.99, 1])); late.clear()", cell)
-    told = hear(client, lambda m: m["msg_type"] == "stream" and m["content"]["name"] == "stdout")
-    values = [round(float(word), 1) for word in told["content"]["text"].split()]
+    found = hear(client, lambda m: m["msg_type"] == "stream" and m["content"]["name"] == "stdout")
+    values = [round(float(word), 1) for word in found["content"]["text"].split()]
     return dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
 
 
@@ -104,8 +105,8 @@ def long_log(rows):
         finally:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
-    told = {"rows": rows, "file_mb": size // 1_000_000, "first_paint_s": round(painted, 2)}
-    return told | {"event_loop_late_ms": busy, "event_loop_late_ms_undisturbed": idle}
+    found = {"rows": rows, "file_mb": size // 1_000_000, "first_paint_s": round(painted, 2)}
+    return found | {"event_loop_late_ms": busy, "event_loop_late_ms_undisturbed": idle}
 
 
 def tick():
@@ -122,10 +123,10 @@ def tick():
         start, began = time.perf_counter(), time.thread_time()
         charts = panels.charts([status], panels.View(), names)
         now = {"panels": [picture.chart_as_json(chart) for chart in charts]}
-        told = picture.delta(before, now, step // 4 % 20 if step % 4 == 0 else -1)
+        found = picture.delta(before, now, step // 4 % 20 if step % 4 == 0 else -1)
         times.append(1e3 * (time.perf_counter() - start))
         cpu.append(1e3 * (time.thread_time() - began))
-        sizes.append(len(json.dumps(told)) / 1e3)
+        sizes.append(len(json.dumps(found)) / 1e3)
         before = now
     return {
         "ms": spread(times),
@@ -217,7 +218,7 @@ def browser():
 def silent_server():
     """Seconds until the board mentions that a W&B server does not answer."""
     os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "local-" + "a" * 40}
-    start, board = time.perf_counter(), kit.watch.board.watch("entity/project/run")
+    start, board = time.perf_counter(), watch("entity/project/run")
     while "no answer from W&B" not in board.status():
         pass
     seconds = time.perf_counter() - start

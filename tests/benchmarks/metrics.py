@@ -120,13 +120,13 @@ def load(folder):
 
 
 def long_log(rows):
-    """In a process of its own, for its memory."""
+    """In a separate process, for its memory."""
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder, "run-x.wandb"), records(rows))
         command = [sys.executable, __file__, "--load", folder]
-        told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert told.pop("rows") == rows
-    return {"rows": rows, "metrics": 8, "file_mb": size // 1_000_000} | told
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found.pop("rows") == rows
+    return {"rows": rows, "metrics": 8, "file_mb": size // 1_000_000} | found
 
 
 def tick():
@@ -168,8 +168,8 @@ def fuzz(count):
         path = Path(folder, "run-x.wandb")
         write(path, records(150))
         data = path.read_bytes()
-        whole, start = pieces(path), time.perf_counter()
-        assert whole.total() == 150
+        undamaged, start = pieces(path), time.perf_counter()
+        assert undamaged.total() == 150
         for i in range(count):
             kind, at, size = (
                 ("flip", "cut", "hole", "twice")[i % 4],
@@ -186,8 +186,8 @@ def fuzz(count):
                 changed = data[: at + size] + data[at:]
             path.write_bytes(changed)
             found = pieces(path)
-            assert kind == "twice" or found <= whole
-            worst[kind] = max(worst[kind], (whole - found).total() - (size // 800 + 2 if kind == "hole" else 0))
+            assert kind == "twice" or found <= undamaged
+            worst[kind] = max(worst[kind], (undamaged - found).total() - (size // 800 + 2 if kind == "hole" else 0))
         return {"files": count, "exceptions": 0, "hangs": 0, "rows_lost_by_a_flip": worst["flip"],
                 "files_per_s": round(count / (time.perf_counter() - start))}  # fmt: skip
 
@@ -224,7 +224,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--load"]:
-        metrics, told = load(sys.argv[2])
-        print(json.dumps({"rows": len(metrics.series["train/loss"].values)} | told))
+        metrics, found = load(sys.argv[2])
+        print(json.dumps({"rows": len(metrics.series["train/loss"].values)} | found))
     else:
         main()

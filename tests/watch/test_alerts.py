@@ -44,20 +44,22 @@ def test_a_run_that_does_well_is_left_alone(tmp_path):
     assert warned(tmp_path) == []
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_step_even_when_the_run_has_ended(tmp_path):
+def test_a_loss_that_is_not_finite_is_an_alert_with_its_step_even_when_the_run_has_ended(tmp_path):
     log(tmp_path, [*steps(1, 40), *[{"train/loss": math.nan, "train/global_step": i} for i in (40, 41)]])
     assert warned(tmp_path) == ["train/loss is not finite since step 40 (2 times)"]
 
 
-@pytest.mark.parametrize(("height", "told"), [(9.0, ["train/loss rose to 9 at step 95, from about 2.02"]), (2.05, [])])
-def test_a_spike_is_told_and_noise_is_not(tmp_path, height, told):
+@pytest.mark.parametrize(
+    ("height", "expected"), [(9.0, ["train/loss rose to 9 at step 95, from about 2.02"]), (2.05, [])]
+)
+def test_a_spike_is_an_alert_and_noise_is_not(tmp_path, height, expected):
     rows = [{"train/loss": 2 + 0.03 * (i % 7) / 7 + 0.2 / i, "train/global_step": i} for i in range(1, 101)]
     rows[94]["train/loss"] = height
     running(tmp_path, rows)
-    assert warned(tmp_path) == told
+    assert warned(tmp_path) == expected
 
 
-def test_gpus_that_are_idle_for_minutes_are_told_together(tmp_path):
+def test_gpus_that_are_idle_for_minutes_are_one_alert(tmp_path):
     sampled(tmp_path, "node1")
     sampled(tmp_path, "node2", util=1, power_w=80)
     assert warned(tmp_path) == ["node2: GPU 5 idle for 2 min or longer"]
@@ -66,24 +68,24 @@ def test_gpus_that_are_idle_for_minutes_are_told_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected"),
     [({"util": 40}, "node1 GPU 5 is at 40 %, the others at 98 %"), ({"power_w": 300}, "300 W, the others at 520 W")],
 )
-def test_a_gpu_that_differs_from_all_others_is_a_slower_rank(tmp_path, changed, told):
+def test_a_gpu_that_differs_from_all_others_is_a_slower_rank(tmp_path, changed, expected):
     sampled(tmp_path, "node1", **changed)
     sampled(tmp_path, "node2")
     (text,) = warned(tmp_path)
-    assert told in text
+    assert expected in text
     assert text.endswith("one rank is slower")
 
 
-def test_a_node_that_falls_silent_is_told(tmp_path):
+def test_a_node_that_falls_silent_is_an_alert(tmp_path):
     sampled(tmp_path, "node1")
     sampled(tmp_path, "node2", until=100)
     assert warned(tmp_path) == ["node2 has been silent for 101 s"]
 
 
-def test_a_run_without_a_new_row_is_told(tmp_path, monkeypatch):
+def test_a_run_without_a_new_row_is_an_alert(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 30))
     monkeypatch.setattr(alerts, "NO_ROW", 0.0)
     monkeypatch.setattr(alerts, "NO_ROW_FACTOR", 0.0)
@@ -91,7 +93,7 @@ def test_a_run_without_a_new_row_is_told(tmp_path, monkeypatch):
     assert text.startswith("no new row for ")
 
 
-def test_a_disk_that_is_nearly_full_is_told(tmp_path, monkeypatch):
+def test_a_disk_that_is_nearly_full_is_an_alert(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 3))
     monkeypatch.setattr(alerts, "FREE_BYTES", shutil.disk_usage(tmp_path).free + GB)
     (text,) = warned(tmp_path)
@@ -105,11 +107,11 @@ def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_
     program.write_text('#!/bin/sh\necho "$@" >> "$0.out"\n')
     program.chmod(0o755)
     board = watch(tmp_path / "a $(touch x) run", on_alert=[str(program), "first; second"])
-    told = tmp_path / "program.out"
-    until(told.exists)
+    output = tmp_path / "program.out"
+    until(output.exists)
     for _ in range(3):
         board.status()  # waits for another look, and its alerts
-    assert told.read_text() == "first; second a $(touch x) run: train/loss is not finite since step 40 (1 times)\n"
+    assert output.read_text() == "first; second a $(touch x) run: train/loss is not finite since step 40 (1 times)\n"
     assert not (tmp_path / "x").exists()
     board.finish()
 
@@ -118,6 +120,6 @@ def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_
     ("command", "words"),
     [(["false"], "false ended with exit code 1"), (["no-such"], "no-such failed"), (["sleep"], "timed out")],
 )
-def test_a_command_that_fails_is_told_on_the_board(command, words, monkeypatch):
+def test_a_command_that_fails_is_shown_on_the_board(command, words, monkeypatch):
     monkeypatch.setattr(alerts, "COMMAND_TIMEOUT", 0.5)
     assert words in run_command(command, "30")

@@ -67,9 +67,9 @@ def cut_exit_record(folder):
 def line(host, t, gpus, **changed):
     """What kit.train.sampler writes in a second; `changed` are readings of GPU 5."""
     gpu = {"util": 98.0, "mem_gib": 60.5, "mem_total_gib": 80.0, "power_w": 520.0, "temp_c": 60}
-    told = [gpu | (changed if i == 5 else {}) | {"index": i, "uuid": f"GPU-{host}-{i}"} for i in range(gpus)]
+    report = [gpu | (changed if i == 5 else {}) | {"index": i, "uuid": f"GPU-{host}-{i}"} for i in range(gpus)]
     traffic = {"net_gb_s": {"in": 3.1, "out": 2.9}, "disk_gb_s": None}
-    return json.dumps({"t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "gpus": told} | traffic)
+    return json.dumps({"t": t, "host": host, "cpu": 12.5, "ram_gib": 100.0, "gpus": report} | traffic)
 
 
 def sample(folder, host, t, gpus):
@@ -111,17 +111,17 @@ def test_a_log_without_an_end_is_running_until_nothing_was_written_for_ten_minut
     assert watch(tmp_path).status().startswith("stale (nothing was written for 11 min)")
 
 
-def test_progress_and_time_left_are_what_the_job_told(tmp_path):
+def test_progress_and_time_left_are_those_that_the_job_reports(tmp_path):
     log(tmp_path, steps(1, 4))
     (path,) = tmp_path.rglob("run-abc.wandb")
     path.write_bytes(path.read_bytes()[:-40])
-    told = tmp_path / "state" / "progress.json"
-    told.parent.mkdir()
-    files.write_json(told, {"step": 5, "max_steps": 1000, "eta_s": 1800.0})
+    report = tmp_path / "state" / "progress.json"
+    report.parent.mkdir()
+    files.write_json(report, {"step": 5, "max_steps": 1000, "eta_s": 1800.0})
     assert "step 5 of 1,000" in watch(tmp_path).status()
     assert "about 30 min left" in watch(tmp_path).status()
     ten_minutes_ago = time.time() - 600
-    os.utime(told, (ten_minutes_ago, ten_minutes_ago))
+    os.utime(report, (ten_minutes_ago, ten_minutes_ago))
     assert "about 20 min left" in watch(tmp_path).status()
 
 
@@ -258,7 +258,7 @@ def test_the_board_is_the_call_of_the_package_and_has_its_facts_as_json(tmp_path
     assert facts["alerts"][0]["text"] == "train/loss is not finite since step 6 (1 times)"
 
 
-def test_a_file_that_is_no_log_is_a_sentence_on_the_board(tmp_path):
+def test_a_file_that_is_not_a_log_is_a_sentence_on_the_board(tmp_path):
     (tmp_path / "run-x.wandb").write_bytes(b"something else")
     board = watch(tmp_path)
     assert "run-x.wandb is not a W&B log: it starts with b'somethi'" in board.status()
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_log_is_a_sentence_on_the_board(tmp_path):
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "123456", "."])
-def test_what_is_no_run_is_a_sentence_on_the_board(ref):
+def test_a_reference_that_is_not_a_run_is_a_sentence_on_the_board(ref):
     board = watch(ref)
     assert "run.json" in board.refused
     assert board.status() == board.refused
@@ -275,7 +275,7 @@ def test_what_is_no_run_is_a_sentence_on_the_board(ref):
     ElementTree.fromstring(board.svg())
 
 
-def test_the_command_refuses_what_is_no_run_and_prints_and_writes_the_board_of_one(tmp_path, capsys):
+def test_the_command_refuses_what_is_not_a_run_and_prints_and_writes_the_board_of_one(tmp_path, capsys):
     assert main(["watch", "nowhere", "--once"]) == 2
     assert "No run 'nowhere'" in capsys.readouterr().err
     log(tmp_path / "run", steps(1, 6))
@@ -333,8 +333,8 @@ def test_an_update_holds_what_is_new(tmp_path):
     before = {"panels": [chart_as_json(chart) for chart in watch(tmp_path).charts()]}
     log(tmp_path, steps(200, 210))
     now = {"panels": [chart_as_json(chart) for chart in watch(tmp_path).charts()]}
-    told = delta(before, now)
-    (line,) = told["panels"][0]["lines"]
+    report = delta(before, now)
+    (line,) = report["panels"][0]["lines"]
     assert (line["keep"], len(line["x"])) == (199, 10)
     (known,) = before["panels"][0]["lines"]
     assert known["x"][: line["keep"]] + line["x"] == now["panels"][0]["lines"][0]["x"]

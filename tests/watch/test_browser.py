@@ -68,10 +68,10 @@ class Lab:
         with (folder / "lab.log").open("w") as log:
             command = [sys.executable, "-m", "jupyterlab", *here]
             self.server = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
-        while not (told := list((folder / "RUNTIME").glob("jpserver-*.json"))):
+        while not (server_info := list((folder / "RUNTIME").glob("jpserver-*.json"))):
             assert self.server.poll() is None, (folder / "lab.log").read_text()
             time.sleep(0.1)
-        self.told = json.loads(told[0].read_text())
+        self.server_info = json.loads(server_info[0].read_text())
 
     def open(self, name, *cells, height=1300):
         """A page with a new notebook of these cells."""
@@ -81,7 +81,7 @@ class Lab:
         page = self.context.new_page()
         page.set_default_timeout(120_000)  # the machine may be busy
         page.set_viewport_size({"width": 1250, "height": height})
-        page.goto(f"{self.told['url']}doc/workspaces/{name}/tree/{name}.ipynb?token={self.told['token']}")
+        page.goto(f"{self.server_info['url']}doc/workspaces/{name}/tree/{name}.ipynb?token={self.server_info['token']}")
         page.wait_for_selector("text=| Idle")
         return page
 
@@ -176,9 +176,9 @@ def test_zoom_smoothing_and_log_scale_survive_updates_and_a_reload_of_the_page(l
     page = lab.open("zoom", WATCH.format("run"))
     begin(page, 0)
     before = shown_step(page)
-    whole = ticks(page)
+    everything = ticks(page)
     zoomed = drag(page)
-    assert zoomed != whole
+    assert zoomed != everything
     page.locator(".kit-board svg[aria-label=Loss] .kit-log").dispatch_event("pointerdown")
     page.locator(".kit-board .smooth").fill("0.9")
     page.wait_for_function(BEHIND, arg=before + 20)

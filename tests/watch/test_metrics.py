@@ -98,20 +98,20 @@ def test_a_resumed_run_has_no_gap_and_no_duplicate(tmp_path):
         assert metrics.exit_code == 0
 
 
-def test_what_the_run_made_the_step_of_everything_counts(tmp_path):
+def test_the_step_metric_that_the_run_defines_is_used(tmp_path):
     log(tmp_path, [{"trainer/global_step": 5 * i, "loss": float(i)} for i in range(1, 4)], step="trainer/global_step")
     metrics = read(tmp_path)
     assert metrics.step_name == "trainer/global_step"
     assert points(metrics, "loss") == [(5, 1.0), (10, 2.0), (15, 3.0)]
 
 
-def test_a_resumed_run_without_steps_of_its_own_goes_on(tmp_path):
+def test_the_steps_of_a_resumed_run_without_a_step_metric_go_on(tmp_path):
     log(tmp_path, [{"loss": 3.0}, {"loss": 2.0}])
     log(tmp_path, [{"loss": 1.0}, {"loss": 0.5}])  # offline, wandb counts from 0 again
     assert points(read(tmp_path), "loss") == [(0, 3.0), (1, 2.0), (2, 1.0), (3, 0.5)]
 
 
-def test_a_log_and_its_folder_stand_for_the_run(tmp_path):
+def test_a_log_and_its_folder_name_the_run(tmp_path):
     log(tmp_path, [{"loss": 1.0}], run_id="older")
     log(tmp_path, [{"loss": 9.0}], run_id="newer")
     (path,) = tmp_path.rglob("run-older.wandb")
@@ -149,13 +149,13 @@ def test_config_and_summary_are_known(tmp_path):
     assert "_wandb" in metrics.config
 
 
-def test_a_name_that_is_not_there_is_answered_by_those_that_are(tmp_path):
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(tmp_path):
     log(tmp_path, [{"train/loss": 3.0, "train/global_step": 1}])
     with pytest.raises(InputError, match=r"No metric 'train/los'\. Did you mean 'train/loss'\? Logged so far: .*_step"):
         read(tmp_path).line("train/los", 100)
 
 
-def test_a_place_where_nothing_is_is_a_wrong_call(tmp_path):
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         Metrics(tmp_path / "nowhere")
 
@@ -182,7 +182,7 @@ def test_every_gpu_of_every_node_has_its_series(tmp_path):
     assert metrics.nodes == {"node1": 101.0, "node2": 101.0}
 
 
-def test_what_a_gpu_does_not_tell_has_no_point(tmp_path):
+def test_a_reading_that_is_null_has_no_point(tmp_path):
     sample(tmp_path, "node1", 100.0, util=None)
     metrics = read(tmp_path)
     assert ("node1", 0, "util") not in metrics.series
@@ -208,7 +208,7 @@ def readings(folder):
     return {key for key in read(folder).series if isinstance(key, Reading)}
 
 
-def test_statistics_of_wandb_stand_in_where_no_node_is_sampled(tmp_path, monkeypatch):
+def test_system_metrics_of_wandb_are_used_where_no_node_is_sampled(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.2")
     settings = wandb.Settings(silent=True, x_stats_sampling_interval=0.3)
@@ -248,7 +248,7 @@ def test_logs_of_many_nodes_are_one_run(tmp_path, monkeypatch):
     assert metrics.exit_code == 3  # of the node that logs rows
 
 
-def test_a_file_that_is_no_log_is_named_and_the_rest_is_read(tmp_path):
+def test_a_file_that_is_not_a_log_is_named_and_the_rest_is_read(tmp_path):
     (tmp_path / "run-x.wandb").write_bytes(b"something else")
     sample(tmp_path, "node1", 100.0)
     metrics = read(tmp_path)
@@ -269,7 +269,7 @@ def test_an_empty_folder_has_nothing_new(tmp_path):
     assert metrics.series == {}
 
 
-def test_instances_of_a_cut_gpu_are_told_apart_by_their_uuids(tmp_path):
+def test_instances_of_a_cut_gpu_are_distinguished_by_their_uuids(tmp_path):
     (tmp_path / "nodes").mkdir()
     gpu = {"util": None, "mem_gib": 5.0}
     gpus = [{"index": 0, "uuid": f"MIG-{name}", **gpu} for name in "ab"]
@@ -278,7 +278,7 @@ def test_instances_of_a_cut_gpu_are_told_apart_by_their_uuids(tmp_path):
     assert {("n1", "MIG-a", "mem_gib"), ("n1", "MIG-b", "mem_gib")} <= read(tmp_path).series.keys()
 
 
-def test_a_line_of_something_else_is_damaged(tmp_path):
+def test_a_line_that_is_not_a_sample_is_damaged(tmp_path):
     sample(tmp_path, "node1", 100.0)
     with (tmp_path / "nodes" / "node1.jsonl").open("a") as stream:
         stream.write('{"t": "noon"}\n[1, 2]\n7\nnull\n')

@@ -59,16 +59,18 @@ class Server(ThreadingHTTPServer):
         if "upsertBucket" in query:
             run = self.run(name)
             run["config"] |= json.loads(variables.get("config") or "{}")
-            return {"upsertBucket": {"bucket": self.told(name, variables), "inserted": True}}
+            return {"upsertBucket": {"bucket": self.run_json(name, variables), "inserted": True}}
         if "createRunFiles" in query:
             files = [{"name": f, "uploadUrl": f"{self.url}/upload"} for f in variables["files"]]
             return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
         if name and re.search(r"\b(model|project)\s*\(", query):
-            told = self.told(name, variables) if name in self.runs else None
-            return {key: {"id": "p", "internalId": "1", "run": told, "bucket": told} for key in ("project", "model")}
+            run_json = self.run_json(name, variables) if name in self.runs else None
+            return {
+                key: {"id": "p", "internalId": "1", "run": run_json, "bucket": run_json} for key in ("project", "model")
+            }
         return {"viewer": viewer, "serverInfo": {"cliVersionInfo": {"max_cli_version": "99.0.0"}, "features": []}}
 
-    def told(self, name, variables):
+    def run_json(self, name, variables):
         run = self.runs[name]
         rows, low, samples = run["history"], variables.get("minStep"), variables.get("samples")
         if low is not None:
@@ -286,7 +288,7 @@ def test_a_missing_key_and_a_missing_run_are_sentences(server, follow, monkeypat
     until(run, lambda: "No API key configured" in run.problem)
 
 
-def test_an_empty_run_has_no_rows_and_no_trouble(server, follow):
+def test_an_empty_run_has_no_rows_and_no_problem(server, follow):
     server.run("live")
     run = follow(minute=3.0)
     until(run, lambda: run.state == "running")
@@ -307,7 +309,7 @@ def test_the_process_ends_with_its_reader(server):
 
 
 @pytest.mark.parametrize("path", ["run", "a/b", "a/b/c/d", "a//c"])
-def test_what_names_no_run_is_a_wrong_call(path):
+def test_a_path_that_is_not_entity_project_run_is_an_error(path):
     with pytest.raises(InputError, match="entity/project/run"):
         Online(path)
 

@@ -8,14 +8,14 @@ from kit.watch.samples import SampleFile, parse_wandb_sample
 
 
 def test_wandbs_own_statistics_have_our_names_and_units():
-    told = {  # names as wandb 0.31 writes them; those of GPUs are from its source, no machine of the tests has one
+    values = {  # names as wandb 0.31 writes them; those of GPUs are from its source, no machine of the tests has one
         "cpu": 12.0, "proc.memory.rssMB": 2048.0, "proc.cpu.threads": 4, "memory_percent": 50.0,
         "network.recv": 3e9, "network.sent": 1e9, "network.tcpRetransmits": 1,
         "disk.sda.in": 1000.0, "disk.sdb.in": 1000.0, "disk.sda.out": 0.0, "disk./.usageGB": 30.0,
         "gpu.3.gpu": 97.0, "gpu.3.memoryAllocatedBytes": 10 * 2**30, "gpu.3.powerWatts": 500.0, "gpu.3.temp": 60.0,
         "gpu.3.memory": 40.0, "gpu.process.3.gpu": 1.0, "gpu.0.gpu/l:node-1": 5.0, "cpu/l:node-1": 6.0,
     }  # fmt: skip
-    levels, totals = parse_wandb_sample("n", told)
+    levels, totals = parse_wandb_sample("n", values)
     assert levels == {
         ("n", "cpu", "util"): 12.0, ("n", "cpu", "mem_gib"): 2.0, ("n", 3, "util"): 97.0, ("n", 3, "mem_gib"): 10.0,
         ("n", 3, "power_w"): 500.0, ("n", 3, "temp_c"): 60.0,
@@ -29,12 +29,12 @@ def test_wandbs_own_statistics_have_our_names_and_units():
 
 def test_a_long_file_is_read_in_parts_and_from_the_middle(tmp_path):
     path = tmp_path / "node1.jsonl"
-    whole = [{"t": i, "pad": "x" * 1000} for i in range(600)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in whole))
+    everything = [{"t": i, "pad": "x" * 1000} for i in range(600)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in everything))
     found, lines = [], SampleFile(path)
     while part := lines.poll():
         assert len(part) < 300
         found += part
-    assert found == whole
+    assert found == everything
     assert lines.left == 0
-    assert SampleFile(path, path.stat().st_size - 2500).poll() == whole[-2:]
+    assert SampleFile(path, path.stat().st_size - 2500).poll() == everything[-2:]

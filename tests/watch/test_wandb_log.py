@@ -44,7 +44,7 @@ run.finish(exit_code=int(end))
 
 
 def write(folder: Path, rows: int, end: str = "0", **popen) -> subprocess.Popen:
-    """A run of the SDK in a process of its own, as in a job."""
+    """A run of the SDK in a separate process, as in a job."""
     folder.mkdir(exist_ok=True)
     env = os.environ | {"WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1"}
     command = [sys.executable, "-c", WRITER, str(folder), str(rows), end]
@@ -136,12 +136,12 @@ def test_config_and_summary_are_those_that_wandbs_own_reader_shows(log):
     ours, theirs = as_leet(nested), theirs["summary"]
     assert ours["best"] == 3.5
     assert ours["train/loss"] == {"min": 2.0 / 150}
-    del ours["_runtime"], theirs["_runtime"]  # whole seconds there
+    del ours["_runtime"], theirs["_runtime"]  # complete seconds there
     assert ours == theirs
 
 
 def test_a_file_that_grows_in_pieces_reads_the_same(log, tmp_path):
-    whole, data, rng = read(log)[0], log.read_bytes(), random.Random(0)
+    everything, data, rng = read(log)[0], log.read_bytes(), random.Random(0)
     copy = tmp_path / log.name
     tail, records, size = Tail(copy), [], 0
     assert tail.poll() == []  # not there yet
@@ -149,24 +149,24 @@ def test_a_file_that_grows_in_pieces_reads_the_same(log, tmp_path):
         size += rng.randint(1, 3000)
         copy.write_bytes(data[:size])
         records += tail.poll()
-    assert repr(history(records)) == repr(history(whole))
-    assert pieces(records) == pieces(whole)
+    assert repr(history(records)) == repr(history(everything))
+    assert pieces(records) == pieces(everything)
     assert tail.damaged == 0
 
 
 def test_every_torn_tail_gives_an_exact_prefix(log, tmp_path):
-    whole, data, rng = repr(history(read(log)[0])), log.read_bytes(), random.Random(1)
+    everything, data, rng = repr(history(read(log)[0])), log.read_bytes(), random.Random(1)
     copy = tmp_path / log.name
     for size in [*range(12), *(rng.randrange(len(data)) for _ in range(150))]:
         copy.write_bytes(data[:size])
         records, tail = read(copy)
-        assert whole.startswith(repr(history(records))[:-1])
+        assert everything.startswith(repr(history(records))[:-1])
         assert tail.damaged == 0
 
 
 def test_a_flipped_byte_costs_one_record_at_most(log, tmp_path):
     data, rng = log.read_bytes(), random.Random(2)
-    whole = pieces(read(log)[0])
+    everything = pieces(read(log)[0])
     copy = tmp_path / log.name
     last_block = len(data) - len(data) % BLOCK
     spots = [rng.randrange(7, len(data)) for _ in range(150)] + [
@@ -177,8 +177,8 @@ def test_a_flipped_byte_costs_one_record_at_most(log, tmp_path):
         copy.write_bytes(data[:at] + flipped + data[at + 1 :])
         records, tail = read(copy)
         kept = pieces(records)
-        assert kept <= whole
-        assert (whole - kept).total() <= 1
+        assert kept <= everything
+        assert (everything - kept).total() <= 1
         assert tail.damaged <= 1
 
 
@@ -196,10 +196,10 @@ def test_a_size_that_points_past_the_end_does_not_hide_what_follows(log, tmp_pat
 
 
 def test_reading_from_the_middle_gives_the_last_rows(log):
-    whole = history(read(log)[0])
+    everything = history(read(log)[0])
     rows = history(read(log, start=BLOCK + 1)[0])
-    assert 0 < len(rows) < len(whole)
-    assert repr(rows) == repr(whole[-len(rows) :])
+    assert 0 < len(rows) < len(everything)
+    assert repr(rows) == repr(everything[-len(rows) :])
 
 
 def test_a_hole_of_zeros_is_waited_for_and_given_up_in_the_end(log, tmp_path):
@@ -215,7 +215,7 @@ def test_a_hole_of_zeros_is_waited_for_and_given_up_in_the_end(log, tmp_path):
 
     copy.write_bytes(data[:40_000] + bytes(4096) + data[44_096:])
     long_ago = time.time() - 60
-    os.utime(copy, (long_ago, long_ago))  # nobody writes it any more
+    os.utime(copy, (long_ago, long_ago))  # it is no longer written
     records, tail = read(copy)
     assert pieces(before) < pieces(records) < pieces(read(log)[0])
     assert tail.damaged == 1
