@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
+from kit.slurm.variables import Variable
 
 Row = dict[str, Any]
 _THIS_MODULE = "kit.checkpoints.processes"
@@ -87,7 +88,7 @@ def join(device: str = "cpu") -> tuple[int, int]:
     rank, world = _number("RANK", "SLURM_PROCID", 0), _number("WORLD_SIZE", "SLURM_NTASKS", 1)
     if world > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
-        dist.init_process_group(backend, os.environ.get("KIT_RENDEZVOUS"), rank=rank, world_size=world)
+        dist.init_process_group(backend, os.environ.get(Variable.RENDEZVOUS), rank=rank, world_size=world)
     return rank, world
 
 
@@ -97,7 +98,9 @@ def _number(name: str, slurm_name: str, default: int) -> int:
 
 def _run_rank(sample: Callable[..., Row], words: list[str], world: int, folder: str, rank: int) -> Row:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | os.environ | place | {"KIT_RENDEZVOUS": f"file://{folder}/ranks"})
+    os.environ.update(
+        {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | place | {Variable.RENDEZVOUS: f"file://{folder}/ranks"}
+    )
     try:
         return sample(*words)
     except BaseException:  # DCP's errors do not derive from Exception

@@ -37,6 +37,7 @@ from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
 from kit.slurm.states import FINAL_STATES, JobState, SubmitRecord
 from kit.slurm.submit import reach, submit
+from kit.slurm.variables import Variable
 
 STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
 # Slurm's SIGTERM goes to every process. For a notebook the shell waits until it is saved, and leaves the exit code; a
@@ -99,7 +100,7 @@ class RunTask(Task):
         array_job = os.environ.get("SLURM_ARRAY_JOB_ID")
         if array_job:
             self.enter(sweep, array_job)
-            os.environ["KIT_JOB_ID"] = self.job_id(array_job)
+            os.environ[Variable.JOB_ID] = self.job_id(array_job)
             os.execvp("bash", ["bash", str(self.out / "job.sbatch")])
         run = Run(self.out)
         submit(run)

@@ -58,11 +58,10 @@ class RunState(Result):
     def parts(self) -> Iterable[Part]:
         """The state, its cause, what each witness says, and where witnesses disagree."""
         code = "" if self.exit_code is None else f", exit code {self.exit_code}"
-        yield f"{self.run}: {self.state}{code} (confidence {self.confidence})"
-        yield from filter(None, [self.cause])
-        yield from (f"  {line}" for line in self.evidence)
-        yield from (f"CONFLICT: {line}" for line in self.conflicts)
-        yield from filter(None, [self.pending])
+        lines = [f"{self.run}: {self.state}{code} (confidence {self.confidence})", self.cause]
+        lines += [f"  {line}" for line in self.evidence]
+        lines += [f"CONFLICT: {line}" for line in self.conflicts]
+        yield "\n".join(filter(None, [*lines, self.pending]))
 
 
 # --------------------------------------------------------------------------------------------------------- the table

@@ -20,7 +20,7 @@ from kit import files
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError, KitError
-from kit.show import Part, Result, Table
+from kit.show import Mark, Part, Result, Table
 from kit.slurm import client, evidence, ledger, local, logs, pending
 from kit.slurm.folder import RunFolder
 from kit.slurm.logs import LogTail
@@ -280,10 +280,14 @@ class RunTable(Result):
     def parts(self) -> Iterable[Part]:
         """A table of the runs."""
         rows = [
-            (run.name, str(state.job_id), str(state.state), format_tasks(state.tasks))
-            for run, state in self.states.items()
+            (run.name, state.job_id, str(state.state), format_tasks(state.tasks)) for run, state in self.states.items()
         ]
-        yield Table(("run", "job", "state", "tasks"), rows) if rows else "No runs were found."
+        marks: dict[int, Mark] = {
+            index: "good" if state.state is JobState.COMPLETED else "bad"
+            for index, state in enumerate(self.states.values())
+            if state.ended
+        }
+        yield Table(("run", "job", "state", "tasks"), rows, marks=marks) if rows else "No runs were found."
 
 
 def runs() -> RunTable:

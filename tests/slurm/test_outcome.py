@@ -3,8 +3,9 @@ import pytest
 from kit.slurm import outcome
 from kit.slurm.ledger import read_records
 from kit.slurm.logs import find_cause, find_dead_rank
-from kit.slurm.outcome import RunState, combine_tasks
+from kit.slurm.outcome import RULES, RunState, combine_tasks
 from kit.slurm.run import Run
+from kit.slurm.signs import Evidence
 from kit.slurm.states import GoneRecord, JobState, SlurmRecord, parse_record
 from tests.conftest import add_record
 
@@ -64,58 +65,67 @@ SILENT = {"source": "queue", "note": "Slurm does not answer", "time": 1000}
 BEAT = {"source": "heartbeat", "time": 45}
 
 
-@pytest.mark.parametrize(
-    ("found", "log", "state", "exit_code"),
-    [
-        ([], "", "LOST", None),
-        ([said("PENDING")], "", "PENDING", None),
-        ([said("RUNNING"), start()], "", "RUNNING", None),
-        ([said("PENDING", t=5), start(10)], "", "RUNNING", None),  # it has begun since Slurm was asked
-        ([start(), left(0), said("COMPLETED", exit_code=0)], "", "COMPLETED", 0),
-        ([start(), left(0), GONE], "", "COMPLETED", 0),
-        ([start(), left(3), GONE], "", "FAILED", 3),
-        ([start(), left(137), GONE], "", "FAILED", 137),
-        ([start(), left(143, signal="TERM"), GONE], LIMIT, "TIMEOUT", 143),
-        ([start(), left(143, signal="TERM"), GONE], SCANCEL, "CANCELLED", 143),
-        ([start(), {"source": "cancel", "time": 40}, left(143), GONE], "", "CANCELLED", 143),
-        ([said("PENDING"), {"source": "cancel", "time": 70}, GONE], "", "CANCELLED", None),
-        ([said("TIMEOUT", exit_code=0), start()], "", "TIMEOUT", 0),
-        ([said("RUNNING"), start(), BEAT, GONE], "", "LOST", None),
-        ([said("RUNNING"), start(), BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
-        ([left(1, t=10), start(20) | {"restart": 1}, BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
-        # Slurm has not spoken yet: the script has ended, but what ended it is not known.
-        ([start(), left(0)], "", "COMPLETING", 0),
-        ([said("RUNNING"), start(), left(143)], "", "COMPLETING", 143),
-        ([{"source": "submit", "time": 0}], "", "PENDING", None),
-        ([{"source": "submit", "time": 0}, start()], "", "RUNNING", None),
-        # It is silent: the script's word is taken.
-        ([said("RUNNING"), start(), left(3), SILENT], "", "FAILED", 3),
-        # Memory: Slurm's own word, or its line in the log. Here memory is not enforced, so these are recorded.
-        ([start(), left(137), said("OUT_OF_MEMORY", exit_code=0)], OOM, "OUT_OF_MEMORY", 137),
-        ([start(), left(137), GONE], KILLED + OOM, "OUT_OF_MEMORY", 137),
-        ([start(), left(137), GONE], OOM_OLD, "OUT_OF_MEMORY", 137),
-        ([start(), left(137), GONE], KILLED, "FAILED", 137),
-        # A later start says what counts; what an earlier one left does not.
-        ([start(), left(143), said("PENDING", restart=1)], REQUEUE, "PENDING", None),
-        ([start(), left(143), start(20) | {"restart": 1}, left(0) | {"restart": 1}, GONE], REQUEUE, "COMPLETED", 0),
-        ([start(), said("PREEMPTED", restart=0), start(90) | {"restart": 1}], PREEMPTED, "RUNNING", None),
-        ([start(), left(75) | {"reason": "time limit near, saved checkpoint-40, requeued"}, GONE], "", "LOST", 75),
-        # A signal that ends bash leaves the exit code of the command before it, in the script of a user.
-        ([start(), trapped(0), GONE], SCANCEL, "CANCELLED", 0),
-        ([start(), {"source": "cancel", "time": 40}, trapped(0), GONE], "", "CANCELLED", 0),
-        ([start(), trapped(0), GONE], "", "COMPLETED", 0),
-        # No exit file: the log's line is the only witness; without one it is lost, whatever the rest of the log says.
-        ([start(), GONE], LIMIT, "TIMEOUT", None),
-        ([start(), GONE], PREEMPTED.replace("1970", "2026"), "PREEMPTED", None),
-        ([start(), GONE], "step 40/40  saved checkpoint-40\n", "LOST", None),
-        # Accounting, asked when Slurm has forgotten.
-        ([start(), GONE, {"source": "sacct", "state": "FAILED", "exit_code": 1, "time": 1001}], "", "FAILED", 1),
-        ([start(), GONE, {"source": "sacct", "state": "RUNNING", "time": 1001}], "", "LOST", None),
-    ],
-)  # fmt: skip
+# Records, the job's log, and the state and exit code that they prove.
+CASES = [
+    ([], "", "LOST", None),
+    ([said("PENDING")], "", "PENDING", None),
+    ([said("RUNNING"), start()], "", "RUNNING", None),
+    ([said("PENDING", t=5), start(10)], "", "RUNNING", None),  # it has begun since Slurm was asked
+    ([start(), left(0), said("COMPLETED", exit_code=0)], "", "COMPLETED", 0),
+    ([start(), left(0), GONE], "", "COMPLETED", 0),
+    ([start(), left(3), GONE], "", "FAILED", 3),
+    ([start(), left(137), GONE], "", "FAILED", 137),
+    ([start(), left(143, signal="TERM"), GONE], LIMIT, "TIMEOUT", 143),
+    ([start(), left(143, signal="TERM"), GONE], SCANCEL, "CANCELLED", 143),
+    ([start(), {"source": "cancel", "time": 40}, left(143), GONE], "", "CANCELLED", 143),
+    ([said("PENDING"), {"source": "cancel", "time": 70}, GONE], "", "CANCELLED", None),
+    ([said("TIMEOUT", exit_code=0), start()], "", "TIMEOUT", 0),
+    ([said("RUNNING"), start(), BEAT, GONE], "", "LOST", None),
+    ([said("RUNNING"), start(), BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
+    ([left(1, t=10), start(20) | {"restart": 1}, BEAT | {"time": 1990}, GONE], "", "RUNNING", None),
+    # Slurm has not spoken yet: the script has ended, but what ended it is not known.
+    ([start(), left(0)], "", "COMPLETING", 0),
+    ([said("RUNNING"), start(), left(143)], "", "COMPLETING", 143),
+    ([{"source": "submit", "time": 0}], "", "PENDING", None),
+    ([{"source": "submit", "time": 0}, start()], "", "RUNNING", None),
+    # It is silent: the script's word is taken.
+    ([said("RUNNING"), start(), left(3), SILENT], "", "FAILED", 3),
+    # Memory: Slurm's own word, or its line in the log. Here memory is not enforced, so these are recorded.
+    ([start(), left(137), said("OUT_OF_MEMORY", exit_code=0)], OOM, "OUT_OF_MEMORY", 137),
+    ([start(), left(137), GONE], KILLED + OOM, "OUT_OF_MEMORY", 137),
+    ([start(), left(137), GONE], OOM_OLD, "OUT_OF_MEMORY", 137),
+    ([start(), left(137), GONE], KILLED, "FAILED", 137),
+    # A later start says what counts; what an earlier one left does not.
+    ([start(), left(143), said("PENDING", restart=1)], REQUEUE, "PENDING", None),
+    ([start(), left(143), start(20) | {"restart": 1}, left(0) | {"restart": 1}, GONE], REQUEUE, "COMPLETED", 0),
+    ([start(), said("PREEMPTED", restart=0), start(90) | {"restart": 1}], PREEMPTED, "RUNNING", None),
+    ([start(), left(75) | {"reason": "time limit near, saved checkpoint-40, requeued"}, GONE], "", "LOST", 75),
+    # A signal that ends bash leaves the exit code of the command before it, in the script of a user.
+    ([start(), trapped(0), GONE], SCANCEL, "CANCELLED", 0),
+    ([start(), {"source": "cancel", "time": 40}, trapped(0), GONE], "", "CANCELLED", 0),
+    ([start(), trapped(0), GONE], "", "COMPLETED", 0),
+    # No exit file: the log's line is the only witness; without one it is lost, whatever the rest of the log says.
+    ([start(), GONE], LIMIT, "TIMEOUT", None),
+    ([start(), GONE], PREEMPTED.replace("1970", "2026"), "PREEMPTED", None),
+    ([start(), GONE], "step 40/40  saved checkpoint-40\n", "LOST", None),
+    # Accounting, asked when Slurm has forgotten.
+    ([start(), GONE, {"source": "sacct", "state": "FAILED", "exit_code": 1, "time": 1001}], "", "FAILED", 1),
+    ([start(), GONE, {"source": "sacct", "state": "RUNNING", "time": 1001}], "", "LOST", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "log", "state", "exit_code"), CASES)
 def test_the_end_is_judged_from_what_is_recorded_and_never_guessed(found, log, state, exit_code):
     found = resolve("r", "7", found, log, now=2000)
     assert (found.state, found.exit_code) == (state, exit_code)
+
+
+def test_every_row_of_the_table_decides_a_case():
+    def deciding(found, log):
+        signs = Evidence.of([parse_record(record) for record in found], log, now=2000).signs
+        return next(rule for rule in RULES if rule.matches(signs))
+
+    assert {deciding(found, log) for found, log, *_ in CASES} == set(RULES)
 
 
 def test_a_disagreement_is_shown():
