@@ -21,7 +21,7 @@ _HOME = {
     "tune": "kit.forecast.tune",
     "plan": "kit.slurm.plan",
     "launch": "kit.slurm.launch",
-    "runs": "kit.slurm.run",
+    "runs": "kit.slurm.runs",
     "compare": "kit.notebook.compare",
     "load_ipython_extension": "kit.notebook.magic",
 }

@@ -122,7 +122,7 @@ def launch(
 @app.command(rich_help_panel=JOBS)
 def runs(as_json: Json = False) -> None:
     """List every run, newest first."""
-    from kit.slurm.run import runs as all_runs
+    from kit.slurm.runs import runs as all_runs
 
     emit(all_runs(), as_json)
 

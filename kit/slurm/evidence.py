@@ -15,6 +15,7 @@ from kit.slurm.folder import LOCAL_PREFIX, RunFolder
 from kit.slurm.outcome import RunState
 from kit.slurm.states import (
     CancelRecord,
+    Confidence,
     ExitRecord,
     GoneRecord,
     JobState,
@@ -42,14 +43,25 @@ def task_states(run: RunFolder) -> dict[int | None, RunState]:
     """The state of each array task by index; of a plain job under None."""
     trouble = collect([run])
     records, job, now = ledger.read_records(run), run.job_id, time.time()
+    if job is None:
+        return {None: _without_job(run)}
     if trouble:
         records.append(QueueRecord(time=now, job_id=job, note=trouble))
     found: dict[int | None, RunState] = {}
     task_logs = run.task_logs
     for task, own in ledger.by_task(records, task_logs).items():
-        log = logs.last_lines(task_logs[task], LOG_LINES) if job and task_logs[task].is_file() else ""
+        log = logs.last_lines(task_logs[task], LOG_LINES) if task_logs[task].is_file() else ""
         found[task] = outcome.resolve(run.name, job, own, log, now)
     return found
+
+
+def _without_job(run: RunFolder) -> RunState:
+    """NOT SUBMITTED; with low confidence where sbatch was started and its answer did not arrive."""
+    state = outcome.resolve(run.name, None, [], "", time.time())
+    if not run.info.get("submitted"):
+        return state
+    unheard = "sbatch was started, but its answer did not arrive; Slurm may have the job, and is asked for it"
+    return replace(state, confidence=Confidence.LOW, evidence=[*state.evidence, unheard])
 
 
 def collect(runs: Iterable[RunFolder]) -> str:
@@ -164,7 +176,7 @@ def _jobs(run: RunFolder) -> Iterator[_Job]:
 def _find_unheard_job(run: RunFolder, info: dict[str, Any]) -> None:
     """Find the job by its script, where sbatch's answer did not arrive but Slurm may have taken the job."""
     for row in client.queue(info["submitted"]).rows.values():
-        if row.command == info["script"]:
+        if row.command == info.get("script"):
             note_job(run, row.array_job)
             return
 

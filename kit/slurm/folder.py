@@ -14,6 +14,8 @@ from kit.errors import InputError
 from kit.slurm.states import Witness
 
 LOCAL_PREFIX = "local-"  # job ids of the local runner
+# The values of run.json that decisions depend on; each may be null or absent but for job_id, which may be null.
+INFO_TYPES: dict[str, Any] = {"job_id": str, "submitted": int | float, "tasks": list, "script": str, "log": str}
 
 
 class ScriptFile(NamedTuple):
@@ -132,8 +134,11 @@ class RunFolder:
         """The content of run.json, read now. Raises InputError where it is absent or damaged."""
         path = self.path / "run.json"
         value = files.read_json(path)
-        if not isinstance(value, dict) or not isinstance(value.get("job_id", 0), str | None):
-            raise InputError(f'{path} is not a record of a run: it has to be an object with the key "job_id".')
+        if not isinstance(value, dict) or "job_id" not in value:
+            raise InputError(f'{path} is not the record of a run: it has to be an object with the key "job_id".')
+        wrong = [key for key, types in INFO_TYPES.items() if not isinstance(value.get(key), types | None)]
+        if wrong:
+            raise InputError(f"{path}: the value of {wrong[0]!r} is of the wrong type: {value[wrong[0]]!r}.")
         return value
 
     def note(self, **facts: Any) -> None:

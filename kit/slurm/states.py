@@ -265,6 +265,13 @@ RECORD_TYPES: Mapping[str, type[Record]] = {
 }  # fmt: skip
 
 
+# The type of each fact, by witness.
+FACT_TYPES: Mapping[str, Mapping[str, Any]] = {
+    witness: {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+    for witness, kind in RECORD_TYPES.items()
+}
+
+
 def parse_record(value: object) -> Record | None:
     """A record from JSON values; None for anything that is not a record of a known witness in the right shape.
 
@@ -276,8 +283,8 @@ def parse_record(value: object) -> Record | None:
     if kind is None:
         return None
     facts: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
-        if get_origin(hint) is ClassVar or name not in value:
+    for name, hint in FACT_TYPES[value["source"]].items():
+        if name not in value:
             continue
         fact = _checked(value[name], hint)
         if fact is _WRONG:

@@ -10,7 +10,8 @@ from kit.errors import InputError
 from kit.slurm import evidence, submit, watcher
 from kit.slurm.folder import RunFolder
 from kit.slurm.ledger import archive, read_records
-from kit.slurm.run import Run, runs
+from kit.slurm.run import Run
+from kit.slurm.runs import runs
 from kit.slurm.states import (
     ExitRecord,
     JobState,
@@ -80,7 +81,10 @@ def test_a_state_file_that_is_not_a_regular_file_is_not_read(run):
     assert run.state.exit_code == 3
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"job_id": 12}', '"x"'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "{", '{"job_id": 12}', '"x"', '{"job_id": "7", "tasks": 5}', '{"job_id": null, "submitted": "now"}'],
+)
 def test_a_run_whose_run_json_is_damaged_is_named_and_hides_no_other(run, local, text):
     bad = Run.create_for_script("#!/bin/sh\n", local, "bad")
     (bad.path / "run.json").write_text(text)
@@ -135,6 +139,14 @@ def test_archived_records_stay_those_of_their_job(run):
     assert [record.exit_code for record in read_records(run) if isinstance(record, ExitRecord)] == [3]
     run.note(job_id="8", submitted=time.time())
     assert read_records(run) == []
+
+
+def test_a_run_whose_answer_of_sbatch_did_not_arrive_may_have_been_submitted(local):
+    run = Run.create_for_script("#!/bin/sh\n", local, "own")
+    assert (run.state.state, run.state.confidence) == ("NOT SUBMITTED", "high")
+    run.note(submitted=time.time(), script=str(run.path / "job.sbatch"))
+    assert (run.state.state, run.state.confidence) == ("NOT SUBMITTED", "low")
+    assert "Slurm may have the job" in str(run.state)
 
 
 def test_a_damaged_run_does_not_end_the_watcher_and_is_not_watched_any_more(run, local, monkeypatch, tmp_path):

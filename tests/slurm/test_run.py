@@ -10,7 +10,8 @@ import pytest
 
 from kit.errors import InputError
 from kit.slurm import launch as slurm
-from kit.slurm.run import Run, find_runs, format_tasks, runs
+from kit.slurm.run import Run, find_runs
+from kit.slurm.runs import format_tasks, runs
 from kit.slurm.states import JobState, SlurmRecord
 from kit.slurm.submit import submit
 from tests.conftest import add_record, until
