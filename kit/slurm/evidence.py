@@ -154,6 +154,9 @@ class _Job:
             return not known and time.time() - self.time_of(GoneRecord) < SACCT_PATIENCE
         if not isinstance(word, SlurmRecord) or word.state is None or not word.state.final:
             return True
+        start = self.newest(StartRecord)
+        if start and word.restart is not None and (start.restart or 0) > word.restart:
+            return True  # it has started again; two processes that ask at once may record the earlier end after that
         # A record without the key `requeue` does not say whether the job may start again.
         return word.state.may_restart and word.requeue is not False and not word.again
 
@@ -191,6 +194,8 @@ def _ask(job: _Job, queue: Queue) -> SlurmRecord | GoneRecord | None:
     if job.info.get("user") != getpass.getuser():  # not among this user's jobs
         rows, trouble, _ = client.squeue("-j", job.id)
         trouble = "" if "Invalid job id" in trouble else trouble  # slurm_errno.c: squeue's answer for a forgotten job
+    elif queue.time < job.time_of(RequeueRecord):  # an answer from before it was requeued
+        return None
     row = rows.get(job.id)
     if row and row.command == (job.script or row.command):  # else another job has the id by now
         return row.as_record(now, job.info["job_id"], job.task)

@@ -16,6 +16,7 @@ from kit.slurm.states import (
     ExitRecord,
     JobState,
     QueueRecord,
+    RequeueRecord,
     ScriptEnd,
     SlurmRecord,
     StartRecord,
@@ -149,12 +150,33 @@ def test_a_run_whose_answer_of_sbatch_did_not_arrive_may_have_been_submitted(loc
     assert "Slurm may have the job" in str(run.state)
 
 
+def stand_in_for_squeue(folder, monkeypatch, row):
+    folder.mkdir(exist_ok=True)
+    (folder / "squeue").write_text(f"#!/bin/sh\necho '{row}'\n")
+    (folder / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_an_end_that_is_recorded_after_the_job_started_again_does_not_hide_the_later_one(run, monkeypatch, tmp_path):
+    """Two processes ask Slurm: one requeues the job while the other one still records how it ended before."""
+    add_record(run, RequeueRecord)
+    add_record(run, SlurmRecord, state=JobState.FAILED, exit_code=3, restart=0, requeue=True)
+    run.state_folder.start(1).write_text(json.dumps({"job_id": "7", "time": time.time()}))
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|COMPLETED|0|1|1|None|N/A|node1|job.sbatch")
+    assert (run.state.state, run.state.exit_code) == ("COMPLETED", 0)
+
+
+def test_an_answer_from_before_a_requeue_says_nothing_of_the_job_after_it(run, monkeypatch, tmp_path):
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|768|0|1|None|N/A|node1|job.sbatch")
+    assert run.state.state == "FAILED"  # from now on this answer is shared for some seconds
+    add_record(run, RequeueRecord, time=time.time() + 1)
+    assert evidence.collect([run]) == ""
+    kinds = [record for record in read_records(run) if isinstance(record, SlurmRecord | RequeueRecord)]
+    assert isinstance(kinds[-1], RequeueRecord)
+
+
 def test_a_damaged_run_does_not_end_the_watcher_and_is_not_watched_any_more(run, local, monkeypatch, tmp_path):
-    stand_in = tmp_path / "bin" / "squeue"
-    stand_in.parent.mkdir()
-    stand_in.write_text("#!/bin/sh\necho '7|FAILED|1024|0|1|NonZeroExitCode|N/A|node1|job.sbatch'\n")
-    stand_in.chmod(0o755)
-    monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|1024|0|1|NonZeroExitCode|N/A|node1|job.sbatch")
     bad = Run.create_for_script("#!/bin/sh\n", local, "bad")
     (bad.path / "run.json").write_text("[]")
     nothing = SimpleNamespace(run=lambda *_, **__: None, DEVNULL=None)  # the watcher is this process

@@ -294,7 +294,7 @@ def test_a_run_that_ended_is_started_again_as_long_as_slurm_remembers_it(live_sl
 def test_what_follows_a_run_that_failed_is_refused_unless_any_end_will_do(live_slurm, launch):
     failed = launch("exit 1")
     failed.wait(timeout=60)
-    with pytest.raises(InputError, match=r'is FAILED, so what follows it would never start; say when="any"'):
+    with pytest.raises(InputError, match=r'is FAILED, so a run after it would never start; set when="any"'):
         launch("exit 0", after=failed)
     assert launch("exit 0", after=failed, when="any").wait(timeout=60).state == "COMPLETED"
     with pytest.raises(InputError, match=r"when is .later."):

@@ -78,7 +78,9 @@ def test_a_run_of_ones_own_script_has_metrics_like_another(recipe, local, tmp_pa
 
     trains, own = Run.create(recipe, local, tmp_path, "d"), Run.create_for_script("#!/bin/sh\n", local, "mine")
     assert trains.trains and not own.trains
-    assert Metrics(trains.path).expected == 1 and Metrics(own.path).expected == 0  # nobody said how many nodes
+    assert (
+        Metrics(trains.path).expected_nodes == 1 and Metrics(own.path).expected_nodes == 0
+    )  # nobody said how many nodes
 
 
 @pytest.mark.slow
