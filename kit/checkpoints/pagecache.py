@@ -1,4 +1,4 @@
-"""The page cache, seen and emptied without root: the proof behind the words cold and warm. Linux only."""
+"""Measure and evict the page cache without root: the proof behind the labels cold and warm. Linux only."""
 
 import ctypes
 import mmap
@@ -41,7 +41,7 @@ def warm(files: Iterable[Path]) -> None:
 
 
 def evictable(folder: Path) -> bool:
-    """Whether the folder's files leave memory when asked to: not on tmpfs, nor while a process has them mapped."""
+    """True if the folder's files can be evicted: not on tmpfs, nor while a process has them mapped."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     with suppress(OSError, KitError):
         evict(files)
@@ -52,8 +52,9 @@ def evictable(folder: Path) -> bool:
 def residency(files: Iterable[Path]) -> float:
     """The part of the files' pages that is in memory, 0 to 1.
 
-    From mincore(2), which since Linux 5.2 says that every page is there if the caller neither owns the file nor may
+    From mincore(2), which since Linux 5.2 reports every page as resident if the caller neither owns the file nor may
     write to it: an error on the side of warm, so that cold is never claimed by mistake.
+    Raises KitError for a file system that cannot map files.
     """
     counts = [_resident(path) for path in files]
     return sum(resident for resident, _ in counts) / max(1, sum(pages for _, pages in counts))
@@ -70,7 +71,7 @@ def _resident(path: Path) -> tuple[int, int]:
     try:
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address == _MAP_FAILED:
-            raise KitError(f"{path}: its file system maps no files, so neither cold nor warm can be proven there.")
+            raise KitError(f"{path}: its file system cannot map files, so neither cold nor warm can be proven there.")
         failed = _libc.mincore(address, size, vector)
         error = ctypes.get_errno()
         _libc.munmap(address, size)
@@ -82,13 +83,13 @@ def _resident(path: Path) -> tuple[int, int]:
 
 
 def device_bytes() -> int:
-    """Bytes that this process has made the block layer fetch so far, page faults of mapped files included.
+    """Bytes that this process has fetched from the block device so far, page faults of mapped files included.
 
-    read_bytes of /proc/self/io (man 5 proc). A read that another process on the node did for us is not in it.
+    read_bytes of /proc/self/io (man 5 proc). Reads that another process on the node did for this one are not in it.
     """
     return int(psutil.Process().io_counters().read_bytes)
 
 
 def read_bytes() -> int:
-    """Bytes that this process has asked for by read calls so far, cached or not; mapped files are not in it."""
+    """Bytes of this process's read calls so far, cached or not; mapped files are not in it."""
     return int(psutil.Process().io_counters().read_chars)

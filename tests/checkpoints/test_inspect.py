@@ -107,7 +107,7 @@ def problems(path: Path, **options: int) -> str:
 
 
 @pytest.mark.parametrize(("variant", "tensors", "lora"), [("adapter", 16, 16), ("uneven", 16, 16), ("full", 37, 16)])
-def test_a_whole_checkpoint_of_two_ranks_has_no_problems(variant, tensors, lora):
+def test_a_complete_checkpoint_of_two_ranks_has_no_problems(variant, tensors, lora):
     # 2 layers x 4 modules x (A, B) = 16; the base: embedding, head, final norm, 2 x (7 linear + 2 norms) = 21 more.
     folder = fsdp2_saves() / variant / "checkpoint-2"
     found = checkpoint.inspect(folder, values=True)
@@ -187,7 +187,7 @@ def test_a_save_that_did_not_finish_is_never_complete(tmp_path):
     assert not checkpoint.complete(tmp_path)
 
 
-def test_an_empty_file_beside_the_weights_is_a_problem(tmp_path):
+def test_an_empty_file_next_to_the_weights_is_a_problem(tmp_path):
     folder = copy("adapter", tmp_path)
     (folder / "scheduler.pt").touch()
     assert "scheduler.pt is empty" in problems(folder)
@@ -231,10 +231,10 @@ def test_every_rank_must_have_left_its_random_state(tmp_path):
 
 
 @pytest.mark.parametrize("hidden", ["pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp_0/.metadata", "."])
-def test_files_of_a_person_who_lets_nobody_read_are_told_as_such_and_not_as_damaged(hidden):
+def test_files_that_may_not_be_read_are_an_error_of_permission_and_not_of_damage(hidden):
     if os.getuid():
         pytest.skip("only root can become another user here")
-    with tempfile.TemporaryDirectory() as outer:  # pytest's own folders let nobody else in
+    with tempfile.TemporaryDirectory() as outer:  # other users may not enter pytest's folders
         Path(outer).chmod(0o755)
         folder = copy("adapter", Path(outer))
         (folder / hidden).chmod(0)
@@ -314,8 +314,8 @@ def test_a_shard_that_the_index_names_and_that_is_absent_is_a_problem(tmp_path):
     LlamaForCausalLM.from_pretrained(make_base(tmp_path / "one")).save_pretrained(
         tmp_path / "two", max_shard_size="100KB"
     )
-    whole = checkpoint.inspect(tmp_path / "two")
-    assert whole.tensors == 20
+    complete = checkpoint.inspect(tmp_path / "two")
+    assert complete.tensors == 20
     shards = sorted((tmp_path / "two").glob("*.safetensors"))
     assert len(shards) > 2
     shards[1].unlink()
@@ -527,8 +527,8 @@ def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next
     assert f"blocks training for {found.blocked_s:.2g} s" in capsys.readouterr().out
     words = ["--gb", "0.01", "--repeats", "1", "--method", "sharded", "--json"]
     assert main(["checkpoint", "save", str(run.path), *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["methods"][0]["ranks"] == 2 and told["run_blocked_s"] == {str(n): s for n, s in blocks.items()}
+    value = json.loads(capsys.readouterr().out)
+    assert value["methods"][0]["ranks"] == 2 and value["run_blocked_s"] == {str(n): s for n, s in blocks.items()}
     assert main(["checkpoint", "inspect", str(run.checkpoints()[-1]), "--values"]) == 0
     history = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())["log_history"]
     assert [h["save_blocked_s"] for h in history if "save_blocked_s" in h] == [blocks[2]]

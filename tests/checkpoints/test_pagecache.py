@@ -19,7 +19,7 @@ def file(tmp_path):
     path.write_bytes(bytes(SIZE))
     pagecache.evict([path])
     if pagecache.residency([path]) > 0.01:
-        pytest.skip(f"{tmp_path} lies on a file system that keeps its pages (tmpfs), so nothing can be cold there")
+        pytest.skip(f"{tmp_path} is on a file system that keeps its pages (tmpfs), so nothing can be cold there")
     return path
 
 

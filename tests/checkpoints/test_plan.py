@@ -105,10 +105,12 @@ def test_the_bound_that_won_is_named():
 
 def test_a_notice_long_enough_for_a_write_lifts_the_limit_and_the_preemption():
     bare = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR)
-    told = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR, notice_s=30)
-    assert told.bound == "Young/Daly"
-    assert set(told.bounds_s) == {"Young/Daly"}
-    assert told.waste < bare.waste / 5
+    noticed = plan(
+        checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR, notice_s=30
+    )
+    assert noticed.bound == "Young/Daly"
+    assert set(noticed.bounds_s) == {"Young/Daly"}
+    assert noticed.waste < bare.waste / 5
 
 
 def test_a_background_save_costs_what_it_blocks_but_what_it_has_not_written_can_be_lost():
@@ -118,13 +120,13 @@ def test_a_background_save_costs_what_it_blocks_but_what_it_has_not_written_can_
     assert found.bounds_s["largest loss"] == 300 - 58
 
 
-def test_an_infeasible_pair_is_told():
+def test_an_infeasible_pair_is_a_problem():
     found = plan(checkpoint_gb=600, write_gb_s=1, gpus=8, largest_loss_s=300)
     assert "A write takes 600 s, but the largest loss asks for one every 300 s" in found.problems[0]
     assert found.interval_s == 600
 
 
-def test_a_limit_without_room_for_one_save_is_told():
+def test_a_limit_without_room_for_one_save_is_a_problem():
     found = plan(checkpoint_gb=4000, write_gb_s=1, gpus=8, time_limit_s=HOUR)
     assert "the time limit asks for one every" in found.problems[0]
     assert found.waste == 1

@@ -112,7 +112,7 @@ def resume_through_accelerate(folder: Path) -> None:
 
 
 def resume_from_another_rank_count(folder: Path) -> None:
-    """A checkpoint that one rank wrote, on two: DCP's own reader reads it whole on both, kit's once between them."""
+    """A checkpoint that one rank wrote, on two: DCP's reader reads all of it on both, the kit's once between them."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from accelerate import FullyShardedDataParallelPlugin, PartialState
@@ -216,7 +216,7 @@ def test_all_ranks_together_read_each_byte_once(large, world):
     held = weights.read_headers(large)
     pagecache.evict(held.files)
     if pagecache.residency(held.files) > 0.01:
-        pytest.skip(f"{large} lies on a file system that keeps its pages (tmpfs), so nothing can be cold there")
+        pytest.skip(f"{large} is on a file system that keeps its pages (tmpfs), so nothing can be cold there")
     shards.load_sharded(large, 0, 64)  # imports are no part of it
     pagecache.evict(held.files)
     asked, device = pagecache.read_bytes(), pagecache.device_bytes()

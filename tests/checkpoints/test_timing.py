@@ -34,7 +34,7 @@ def model_file(tmp_path):
     save_file({f"layer{n}": torch.rand(1 << 20) for n in range(4)}, path)  # 16 MiB
     pagecache.evict([path])
     if pagecache.residency([path]) > 0.01:
-        pytest.skip(f"{tmp_path} lies on a file system that keeps its pages (tmpfs), so nothing can be cold there")
+        pytest.skip(f"{tmp_path} is on a file system that keeps its pages (tmpfs), so nothing can be cold there")
     return path
 
 
@@ -192,7 +192,7 @@ def test_a_file_system_without_mmap_is_an_error():
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not path.exists():
         pytest.skip("there is no such file in sysfs here")
-    with pytest.raises(KitError, match="maps no files, so neither cold nor warm can be proven"):
+    with pytest.raises(KitError, match="cannot map files, so neither cold nor warm can be proven"):
         pagecache.residency([path])
 
 
@@ -293,7 +293,7 @@ def test_the_command_times_paths_side_by_side_and_says_what_they_tell(model_file
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--method", "magic"], 2, "No method magic for safetensors; there are"),
-    (["--ranks", "2,0"], 2, "argument --ranks: invalid"),
+    (["--ranks", "2,0"], 2, "Expected whole numbers from 1 with commas between, got '2,0'"),
     (["absent"], 2, "absent does not exist"),
 ])  # fmt: skip
 def test_a_wrong_call_of_the_command_exits_2(model_file, capsys, words, code, message):
