@@ -64,7 +64,7 @@ def test_texts_to_a_tokenizer_that_the_encoder_takes(trained, kind):
     encoder = Encoder(tokenizer)
     (encoded,) = encoder([MESSAGES])
     assert agrees_with_template(encoder, MESSAGES, encoded)
-    counted = [t for t, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    counted = [t for t, in_loss in zip(encoded.ids, encoded.in_loss, strict=True) if in_loss]
     assert counted.count(tokenizer.eos_token_id) == 2  # each reply's end
     assert tokenizer.decode(counted).endswith("x = 1\n```<|im_end|>On the log.<|im_end|>")
 
