@@ -1,4 +1,4 @@
-"""Survey the machines of a cluster and measure their links."""
+"""Survey the machines of a cluster, measure them, and fill cluster profiles."""
 
 from kit.callable_room import make_callable
 

@@ -1,7 +1,14 @@
-"""Finding: one fact about a machine or the cluster, as `kit check` shows it."""
+"""Findings of `kit check`, and two helpers to get them: run a program, and give up on what hangs."""
 
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PROGRAM_TIMEOUT = 15.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -17,3 +24,25 @@ class Finding:
     how: str
     problem: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def run_program(*command: str) -> str:
+    """The program's output; empty where it is absent, fails or takes longer than 15 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def within(seconds: float, work: Callable[..., T], *arguments: Any) -> T:
+    """What the work returns. Raises TimeoutError where a name server or a file system does not answer in time."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(timeout=seconds)

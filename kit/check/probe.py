@@ -1,4 +1,4 @@
-"""Probe: what a cluster's GPUs, hosts and links give. A job measures it, one process a GPU; `apply` reads its file."""
+"""Probe: measure the GPUs, hosts and links of a cluster with a job, one process per GPU, and write them into a profile."""
 
 import os
 import shlex
@@ -15,9 +15,9 @@ from kit.config.cluster import Cluster, Link, Links
 from kit.errors import InputError, KitError
 from kit.slurm import environment as jobscript
 
-LAUNCHES = 2000  # small kernels in a row: what they take is the host's work, not the GPU's
-CPU_RANKS = 2  # of a node without GPUs
-NORM_BYTES = 36  # that a norm of bf16 in fp32 reads and writes for each element, as transformers computes it
+LAUNCHES = 2000  # small kernels in a row: their time is the host's, not the GPU's
+CPU_RANKS = 2  # processes on a node without GPUs
+NORM_BYTES = 36  # read and written per element by a norm of bf16 in fp32, as transformers computes it
 
 BODY = """\
 # The head node's address comes from Slurm: node names need not resolve.
@@ -32,7 +32,7 @@ TASK = 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID ex
 
 
 def render_script(cluster: Cluster, out: Path) -> str:
-    """A job of two minutes on all nodes, one srun task a GPU. Rank 0 writes `out`, JSON, where all nodes see it."""
+    """A job of two minutes on all nodes, one srun task per GPU. Rank 0 writes `out` as JSON on shared storage."""
     nodes, ranks = cluster.nodes, cluster.nodes.gpus or CPU_RANKS
     asked = jobscript.options(
         cluster, job_name="probe", nodes=nodes.count, ntasks_per_node=ranks, cpus_per_task=max(1, nodes.cpus // ranks),
@@ -44,10 +44,10 @@ def render_script(cluster: Cluster, out: Path) -> str:
 
 
 def apply(found: dict[str, Any], cluster: Cluster) -> Cluster:
-    """The cluster with what the probe found: a link is as fast as its slowest rank, a GPU as the median one.
+    """The cluster with the measured rates: a link is as fast as its slowest rank, a GPU as the median one.
 
-    On CPUs only links are taken: what training sustains of a CPU is far from a matmul. Raises InputError where the
-    probe ran on something else than the profile says.
+    On CPUs only links are used, since training sustains far less than a matmul. Raises InputError where the probe ran
+    on other hardware than the profile describes.
     """
     ranks, nodes = found["ranks"], cluster.nodes
     on_gpu = "gpu" in ranks[0]
@@ -83,9 +83,10 @@ def apply(found: dict[str, Any], cluster: Cluster) -> Cluster:
 
 
 def measure(cluster: Cluster, profile: Path, say: Callable[[str], None]) -> Path:
-    """Run the probe as a job of all nodes, wait, and write the cluster with what it found as a new profile.
+    """Run the probe as a job on all nodes, wait, and write the cluster with the measured rates as a new profile.
 
-    Raises InputError where there is no Slurm or the profile exists, KitError where the job fails, with its last lines.
+    Returns the path of the profile. Raises InputError where there is no Slurm or the profile exists, and KitError with
+    the last lines of the log where the job fails.
     """
     from kit.files import read_json, write
     from kit.slurm import launch as slurm
@@ -156,7 +157,7 @@ def gather_gb_s(group: Any, ranks: int, size: int, device: str) -> float:
 
 
 def probe(ranks: int, local: int, on_gpu: bool) -> dict[str, Any]:
-    """This rank's figures; links that the job does not have are left out. A gather is about a layer of a 70B model."""
+    """This rank's rates, without links that the job does not have. A gather is about one layer of a 70B model."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +174,7 @@ def probe(ranks: int, local: int, on_gpu: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Every rank probes; rank 0 writes the list of what they found, whole or not at all."""
+    """Every rank probes; rank 0 writes the list of their results in one step."""
     import torch
     import torch.distributed as dist
 

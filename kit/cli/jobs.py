@@ -46,7 +46,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Survey this cluster; exit 1 where its profile and the machines disagree."""
-    from kit.check.survey import fill, start_profile, survey
+    from kit.check.profile import fill, start_profile
+    from kit.check.survey import survey
     from kit.config import schema
     from kit.files import write as write_file
 
@@ -58,11 +59,11 @@ def check(
         print(measure(profile, Path(probe), warn))
         return
     found = survey(profile, nodes, warn)
-    emit(Answer({"findings": found.rows()}, *found.lines()), as_json)
+    emit(found, as_json)
     if write:
-        write_file(Path(write), fill(text, found.facts()))
+        write_file(Path(write), fill(text, found.facts))
         warn(f"wrote {write}")
-    finish(any(row["problem"] for row in found.rows()))
+    finish(bool(found.problems.rows))
 
 
 @app.command(rich_help_panel=JOBS)

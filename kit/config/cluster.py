@@ -228,6 +228,9 @@ class Cluster:
         path = schema.find(name, "clusters")
         return schema.build(cls, schema.read_toml(path), str(path))
 
-    def toml(self) -> str:
-        """The profile as a file that loads to an equal cluster."""
-        return tomli_w.dumps(schema.as_dict(self))
+    def toml(self, defaults: bool = True) -> str:
+        """The profile as a file that loads to an equal cluster; without `defaults`, only the keys that differ."""
+        tables = schema.as_dict(self)
+        if not defaults:
+            tables = {"name": self.name} | schema.differences(tables, schema.as_dict(Cluster(self.name)))
+        return tomli_w.dumps(tables)

@@ -259,3 +259,17 @@ def as_dict(value: Any) -> dict[str, Any]:
     """A dataclass as TOML-ready tables: tuples become lists."""
     plain = dataclasses.asdict(value)
     return typing.cast(dict[str, Any], json.loads(json.dumps(plain, default=str)))
+
+
+def differences(tables: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ from the defaults, table by table."""
+    changed: dict[str, Any] = {}
+    for key, value in tables.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = differences(value, default)
+            if value:
+                changed[key] = value
+        elif value != default:
+            changed[key] = value
+    return changed

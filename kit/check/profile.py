@@ -1,0 +1,73 @@
+"""Profiles: fill one with the facts that it lacks, and begin a new one."""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.items import AbstractTable
+
+from kit.config import schema
+from kit.config.cluster import Cluster, Nodes
+from kit.errors import InputError
+from kit.show import Part, Result
+
+
+@dataclass(frozen=True)
+class FilledProfile(Result):
+    """A profile before and after it was filled."""
+
+    written: str
+    filled: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The text of the filled profile."""
+        return {"profile": self.filled}
+
+    def parts(self) -> Iterator[Part]:
+        """The lines of the filled profile; a plus marks what was added."""
+        yield "\n".join(line.rstrip() for line in difflib.ndiff(self.written.splitlines(), self.filled.splitlines()))
+
+
+def fill(text: str, facts: Mapping[str, Any]) -> str:
+    """A profile with the keys that it lacks; what a person wrote stays, with comments. Raises InputError if invalid.
+
+    `facts` maps keys such as nodes.gpus to values.
+    """
+    try:
+        document = tomlkit.parse(text)
+    except tomlkit.exceptions.ParseError as error:
+        raise InputError(f"The profile is not valid TOML: {error}.") from None
+    for key, value in facts.items():
+        table_name, name = key.split(".")
+        if table_name not in document:
+            document[table_name] = tomlkit.table(is_super_table=isinstance(value, dict))
+        table = document[table_name]
+        if not isinstance(table, AbstractTable):
+            raise InputError(f"This profile cannot be added to: begin the table with its [{table_name}].")
+        if name not in table:
+            table[name] = _table(value) if isinstance(value, dict) else value
+    filled = tomlkit.dumps(document)
+    schema.build(Cluster, tomllib.loads(filled), "the filled profile")
+    return filled
+
+
+def _table(values: Mapping[str, Any]) -> AbstractTable:
+    table = tomlkit.table()
+    table.update(values)
+    return table
+
+
+def start_profile(out: Path, base: Path | None) -> tuple[str, Cluster]:
+    """The text and the cluster with which the profile `out` begins: `base`, or one that claims nothing.
+
+    Raises InputError where `out` exists and is not `base`.
+    """
+    if out.exists() and not (base and base.samefile(out)):
+        raise InputError(f"{out} exists, and is not the profile that is checked: name a new file.")
+    if base:
+        return base.read_text(), Cluster.load(base)
+    return f'name = "{out.stem}"\n', Cluster(out.stem, Nodes(cpus=1, ram_gib=0.5))
