@@ -1,4 +1,4 @@
-"""Probe: measure the GPUs, hosts and links of a cluster with a job, one process per GPU, and write them into a profile."""
+"""Probe: measure the GPUs, hosts and links of a cluster with a job of one process per GPU, for its profile."""
 
 import os
 import shlex
