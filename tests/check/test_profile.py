@@ -27,7 +27,7 @@ def test_what_a_person_wrote_stays_with_its_comments():
     assert (filled.links.intra.kind, filled.links.inter.gb_s, filled.slurm.partition) == ("pcie5", 12.5, "gpu")
     assert profile.fill(text, FACTS) == text
     assert profile.fill('name = "x"\n[nodes]', {"nodes.gpus": 1}) == 'name = "x"\n[nodes]\ngpus = 1\n'
-    assert profile.fill('name = "x"\nnodes = { count = 2 }\n', {"nodes.gpus": 1}).endswith("{ count = 2, gpus = 1 }\n")
+    assert profile.fill('name = "x"\nnodes = { count = 2 }\n', {"nodes.gpus": 1}).endswith("{ count = 2, gpus = 1}\n")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "env/clusters").glob("*.toml")), ids=lambda p: p.stem)
