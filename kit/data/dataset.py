@@ -26,9 +26,11 @@ from kit.data.preview import Preview
 from kit.data.publish import ROWS_FILE, publish
 from kit.data.records import OnBytes
 from kit.data.sources import ALL_ROWS, Part, Source, SourceFiles, detect_format
+from kit.data.views import steps_with, token_flow
 from kit.errors import InputError
+from kit.figures import Figure
+from kit.show import Answer, Result, Table, progress_bar
 from kit.show import Part as ResultPart
-from kit.show import Result, Table, progress_bar
 
 SHOWN_LENGTHS = 8  # rows of the table of lengths
 
@@ -67,6 +69,27 @@ class Dataset(Result):
         if not 0 <= row < splits[split]["rows"]:
             raise InputError(f"Row {row} of {split}: choose one from 0 to {splits[split]['rows'] - 1}.")
         return Preview.read(self.path / split / ROWS_FILE, self.path / "tokenizer", row, tokens)
+
+    @property
+    def flow(self) -> Figure:
+        """Where the tokens went, as a Sankey diagram."""
+        return token_flow(self.manifest)
+
+    def steps(
+        self, seq_len: int = 0, longest: int = 0, epochs: float = 0.0, batch: int = 0, recipe: Recipe | None = None
+    ) -> Answer:
+        """The optimizer steps of other settings; 0 keeps the recipe's value. `longest` leaves out longer documents.
+
+        Raises InputError for a folder that was opened without a recipe, where none is given, and as `steps_with` does.
+        """
+        job = recipe or self.recipe
+        if job is None:
+            raise InputError(f"{self.path} was opened without a recipe; give one.")
+        import numpy as np
+
+        lengths = np.concatenate([np.asarray(row, dtype=np.int64) for row in self.rows("train")["seq_lengths"]])
+        length = seq_len or job.data.seq_len
+        return steps_with(lengths, job, length, longest or length, epochs or job.schedule.epochs, batch or job.batch)
 
     def as_dict(self) -> dict[str, Any]:
         """What `kit prepare --json` prints."""

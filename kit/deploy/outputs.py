@@ -13,10 +13,11 @@ from kit.checkpoints.pagecache import evictable
 from kit.checkpoints.plan import SavePlan, plan_for_run, save_blocks
 from kit.checkpoints.timing import LoadTimes, time_load
 from kit.config import models
+from kit.deploy import generate
 from kit.deploy.adapter import ExportedAdapter, export, newest_complete
 from kit.deploy.merge import MergedModel, merge
 from kit.errors import InputError, KitError
-from kit.show import Mark, Part, Result, Table
+from kit.show import Answer, Mark, Part, Result, Table
 from kit.slurm.run import Run
 
 
@@ -135,6 +136,30 @@ class CheckpointSet(Result):
             self.export(progress=progress)
         with models.use_hf_home(self.run.cluster.paths.hf_home):
             return merge(self.adapter, base or self.run.recipe.model.name, out or self.merged, shard_gb, progress)
+
+    def exported(self) -> Result:
+        """The exported adapter's inspection, exported first where needed; a full fine-tune has no adapter."""
+        if self.run.recipe.tuning.method == "full":
+            return Answer({}, "A full fine-tune has no adapter: its checkpoint is the model.")
+        if not self.adapter.exists():
+            self.export()
+        return inspection.inspect(self.adapter, values=True)
+
+    def answer(self, prompt: str) -> Answer:
+        """The exported adapter's reply to a prompt, with its base."""
+        if not self.adapter.exists():
+            return Answer({}, "There is no exported adapter.")
+        reply = generate.answer(self.adapter, prompt)
+        return Answer({"prompt": prompt, "reply": reply}, f"> {prompt}", reply)
+
+    def merged_answer(self, prompt: str) -> Answer:
+        """The merged model's reply, and how much its logits differ from the adapter's. Merges first where needed."""
+        if not self.merged.exists():
+            self.merge()
+        reply = generate.answer(self.merged, prompt)
+        differs = generate.difference(self.adapter, self.merged, prompt)
+        text = f"The largest difference of a logit is {differs:.1%} of the largest logit."
+        return Answer({"prompt": prompt, "reply": reply, "difference": differs}, f"> {prompt}", reply, text)
 
 
 def checkpoints(run: Run | Path | str = "latest") -> CheckpointSet:

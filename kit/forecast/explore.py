@@ -7,9 +7,6 @@ from typing import Any
 from kit import figures
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.data.dataset import Dataset
-from kit.data.pack import pack
-from kit.errors import InputError, KitError
 from kit.figures import Figure
 from kit.forecast.memory import memory
 from kit.forecast.timing import predict
@@ -142,27 +139,3 @@ def sizes(recipe: Recipe, cluster: Cluster) -> Table:
         row = {"GPUs": gpus, "allocated, GiB": found.allocated_gib, "on the device, up to, GiB": found.device_gib[1]}
         rows.append(row | {"verdict": found.verdict})
     return Table.of(rows, "By number of GPUs")
-
-
-def steps_with(dataset: Dataset, recipe: Recipe, seq_len: int, longest: int, epochs: float, batch: int) -> str:
-    """The optimizer steps that the train split would give with documents up to `longest` tokens, rows of `seq_len`.
-
-    Raises KitError where no document is that short, and InputError where the batch does not divide among the ranks.
-    """
-    import numpy as np
-
-    lengths = np.concatenate([np.asarray(row, dtype=np.int64) for row in dataset.rows("train")["seq_lengths"]])
-    fitting = lengths[lengths <= min(seq_len, longest)]
-    if not len(fitting):
-        raise KitError(f"No document has {min(seq_len, longest)} tokens or fewer.")
-    if batch % recipe.world_size:
-        raise InputError(f"A batch of {batch} rows does not divide among {recipe.world_size} ranks.")
-    rows = len(fitting)
-    if recipe.data.packing:
-        rows = len(pack(fitting, seq_len, recipe.schedule.seed)[1]) - 1
-    schedule = {"epochs": epochs, "micro_batch": 1, "grad_accum": batch // recipe.world_size, "max_steps": 0}
-    steps = recipe.override(**{f"schedule.{key}": value for key, value in schedule.items()}).optimizer_steps(rows)
-    full = fitting.sum() / rows / seq_len
-    text = f"{steps} optimizer steps: {rows:,} rows of {seq_len:,} tokens, {full:.1%} full, {fitting.sum():,} tokens"
-    left_out = len(lengths) - len(fitting)
-    return f"{text}; {left_out:,} longer documents left out" if left_out else text

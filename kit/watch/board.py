@@ -69,6 +69,11 @@ class Board(Result):
         threading.Thread(target=self._follow, daemon=True, name="board").start()
 
     @property
+    def launched(self) -> list[Run]:
+        """The runs of the board that have a run folder; W&B logs and runs of a server have none."""
+        return [status.run for status in self.runs if status.run]
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more will come: all runs have ended and are read, or the board was finished."""
         return self._closed.is_set()

@@ -7,13 +7,11 @@ import pytest
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.errors import InputError, KitError
 from kit.forecast.explore import (
     CONTROLS,
     alternatives,
     memory_map,
     sizes,
-    steps_with,
     strategies,
     time_by_nodes,
     value,
@@ -73,17 +71,3 @@ def test_all_alternatives_are_plain_values(llama):
     found = alternatives(*llama)
     assert found.as_dict()["strategies"][0]["strategy"] == "ddp"
     assert "tokens per row" in str(found)
-
-
-def test_the_steps_of_other_settings_are_those_of_the_packed_rows(recipe):
-    from kit.data.dataset import prepare
-
-    dataset = prepare(recipe)
-    rows = dataset.manifest["splits"]["train"]["rows"]
-    text = steps_with(dataset, recipe, recipe.data.seq_len, recipe.data.seq_len, 1.0, recipe.world_size)
-    assert f"{rows:,} rows" in text
-    assert f"{-(-rows // recipe.world_size)} optimizer steps" in text
-    with pytest.raises(KitError, match="No document has 1 tokens or fewer"):
-        steps_with(dataset, recipe, recipe.data.seq_len, 1, 1.0, recipe.world_size)
-    with pytest.raises(InputError, match="does not divide"):
-        steps_with(dataset, recipe, recipe.data.seq_len, 128, 1.0, recipe.world_size + 1)
