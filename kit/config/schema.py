@@ -262,14 +262,14 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def differences(tables: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys whose values differ from the defaults, table by table."""
+    """The keys of each table whose values differ from the defaults; a table within a table is kept complete."""
     changed: dict[str, Any] = {}
-    for key, value in tables.items():
-        default = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            value = differences(value, default)
-            if value:
-                changed[key] = value
-        elif value != default:
-            changed[key] = value
+    for name, table in tables.items():
+        default = defaults.get(name)
+        if isinstance(table, Mapping) and isinstance(default, Mapping):
+            keys = {key: value for key, value in table.items() if value != default.get(key)}
+            if keys:
+                changed[name] = keys
+        elif table != default:
+            changed[name] = table
     return changed

@@ -98,3 +98,11 @@ def test_gpus_are_counted_in_every_form_of_gres(gres, kind, count):
 )  # fmt: skip
 def test_a_job_asks_for_its_gpus_and_keeps_other_resources(gres, asked):
     assert gres_for(gres, 4) == asked
+
+
+@pytest.mark.parametrize("name", ["local", "two-node-pcie", "h100-8x8"])
+def test_a_profile_without_its_defaults_loads_to_an_equal_cluster(name, tmp_path):
+    cluster = Cluster.load(name)
+    (tmp_path / "short.toml").write_text(cluster.toml(defaults=False))
+    assert Cluster.load(tmp_path / "short.toml") == cluster
+    assert len(cluster.toml(defaults=False)) < len(cluster.toml())
