@@ -6,6 +6,7 @@ for a terminal (rich), plain text for pipes.
 """
 
 import html
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -37,6 +38,8 @@ class Table:
         return cls(columns, [[record.get(c) for c in columns] for record in records], title, marks or {})
 
     def __str__(self) -> str:
+        if not self.rows:
+            return self.title or "no rows"
         cells = [[format_cell(value) for value in row] for row in self.rows]
         numeric = self._numeric_columns()
         widths = [max(len(text) for text in column) for column in zip(self.columns, *cells, strict=True)]
@@ -67,6 +70,8 @@ class Table:
 
     def html(self) -> str:
         """The table as an HTML fragment that takes its colours from the page."""
+        if not self.rows:
+            return f"<p>{html.escape(self.title or 'no rows')}</p>"
         numeric = self._numeric_columns()
         head = "".join(_html_cell("th", name, right) for name, right in zip(self.columns, numeric, strict=True))
         body = "".join(self._html_row(index, row, numeric) for index, row in enumerate(self.rows))
@@ -164,14 +169,29 @@ def format_duration(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def progress_bar(total: float | None, description: str, unit: str = "it", shown: bool = True, **options: Any) -> Any:
-    """A tqdm bar in a notebook or on a terminal; nothing in pipes or where `shown` is False.
+def in_lab() -> str:
+    """The id of the running cell in JupyterLab; empty in any other front end, headless and outside of a kernel.
 
-    A context manager with `update(n)`.
+    JupyterLab sends the id with each request. papermill and nbclient do not, and must not get a widget, since nothing
+    can draw it later.
     """
-    from tqdm.auto import tqdm
+    if "IPython" not in sys.modules:
+        return ""
+    from IPython import get_ipython
 
-    disable = None if shown else True  # None: tqdm decides by the terminal
+    kernel = getattr(get_ipython(), "kernel", None)  # type: ignore[no-untyped-call]
+    return str(kernel.get_parent().get("metadata", {}).get("cellId", "")) if kernel else ""
+
+
+def progress_bar(total: float | None, description: str, unit: str = "it", shown: bool = True, **options: Any) -> Any:
+    """A tqdm bar in JupyterLab or on a terminal; nothing in pipes and headless. A context manager with `update(n)`."""
+    if shown and in_lab():
+        from tqdm.notebook import tqdm as notebook_bar
+
+        return notebook_bar(total=total, desc=description, unit=unit, **options)
+    from tqdm import tqdm
+
+    disable = None if shown else True  # None: disabled where stderr is not a terminal
     return tqdm(total=total, desc=description, unit=unit, disable=disable, dynamic_ncols=True, **options)
 
 

@@ -37,7 +37,7 @@ class Survey(Result):
 
     def parts(self) -> Iterator[Part]:
         """A table of problems, then everything that was found."""
-        yield self.problems if self.problems.rows else "No problem was found."
+        yield self.problems
         yield self.slurm
         yield self.machines
 
@@ -46,7 +46,8 @@ class Survey(Result):
         """Every problem with what to do about it."""
         rows = [(place, f.name, f.value, f.problem) for place, found in self.places.items() for f in found if f.problem]
         marks = dict.fromkeys(range(len(rows)), "bad")
-        return Table(("place", "what", "value", "what to do"), rows, "Problems", marks)  # type: ignore[arg-type]
+        title = "Problems" if rows else "No problem was found."
+        return Table(("place", "what", "value", "what to do"), rows, title, marks)  # type: ignore[arg-type]
 
     @property
     def slurm(self) -> Table:

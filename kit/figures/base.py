@@ -12,8 +12,11 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
 # A quantity has the same colour in every figure.
 COLOUR_OF = {
     "weights": COLOURS[0], "gathered weights": COLOURS[4], "optimizer": COLOURS[2], "gradients": COLOURS[3],
-    "activations": COLOURS[5], "train": COLOURS[0], "eval": COLOURS[3], "save": COLOURS[2], "load": COLOURS[5],
-    "trained on": COLOURS[0], "kept": COLOURS[2], "context": COLOURS[5], "read": COLOURS[0], "write": COLOURS[3],
+    "saved activations": COLOURS[5], "temporaries": "#0891b2", "largest tensor": "#db2777",
+    "workspace": "#84cc16", "foreach temporaries": "#db2777", "buckets": "#a16207", "dequantized weight": "#be185d",
+    "train": COLOURS[0], "eval": COLOURS[3], "save": COLOURS[2], "load": COLOURS[5],
+    "trained on": COLOURS[0], "evaluated": COLOURS[3], "kept": COLOURS[2], "context": COLOURS[5],
+    "read": COLOURS[0], "write": COLOURS[3],
 }  # fmt: skip
 Limit = tuple[str, float]  # its name and value
 

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kit.show import HTML_COLOURS
-from kit.watch.display import in_lab, publish
+from kit.show import HTML_COLOURS, in_lab
+from kit.watch.display import publish
 
 
 def explore(draw: Callable[..., Any], start: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> None:
@@ -15,11 +15,10 @@ def explore(draw: Callable[..., Any], start: Mapping[str, Any], choices: Mapping
     `draw` returns a result or figure of the kit, or an HTML fragment. The output is saved with the notebook, so without
     JavaScript, and headless, that of the starting values stays.
     """
-    from IPython import get_ipython
     from IPython.display import display
 
     display_id, values = uuid.uuid4().hex, dict(start)
-    if in_lab(get_ipython()):
+    if in_lab():
         display(_dropdowns(values, choices, lambda: publish(display_id, _drawn(draw, values), update=True)))
     publish(display_id, _drawn(draw, values))
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import InputError
-from kit.show import Part, Result
+from kit.show import Part, Result, in_lab
 from kit.slurm.run import Run
 from kit.watch import panels, picture
 from kit.watch.alerts import Alert, find_alerts, run_command
 from kit.watch.background import short_switch_interval
 from kit.watch.charts import Chart
-from kit.watch.display import in_lab
 from kit.watch.live import CellOutputs
 from kit.watch.panels import View
 from kit.watch.status import NO_ANSWER, RunStatus, coarse_duration
@@ -58,7 +57,7 @@ class Board(Result):
         self._alerts: list[tuple[RunStatus, Alert]] = []
         self._failure = self._command_failure = ""  # of the last refresh, and of the user's command
         self._syncing: threading.Thread | None = None
-        self._lab = bool(in_lab(_shell()))
+        self._lab = bool(in_lab())
         self._outputs = CellOutputs(self._mime_data, self._change_view)
         self._last_look = time.monotonic()
         self._wake = threading.Event()  # look now
@@ -135,7 +134,7 @@ class Board(Result):
         if getattr(shell, "kernel", None) is None:
             print(self)
             return
-        cell = in_lab(shell)
+        cell = in_lab()
         if cell:
             self._lab = True
             previous = _in_cell.get(cell, self)

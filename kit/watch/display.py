@@ -1,16 +1,6 @@
-"""Output of notebook cells: MIME data under a display id, and whether JupyterLab shows the cell that runs."""
+"""Output of notebook cells: MIME data under a display id."""
 
 from typing import Any
-
-
-def in_lab(shell: Any) -> str:
-    """The id of the running cell in JupyterLab, or an empty string in any other front end and without a kernel.
-
-    JupyterLab sends the id with each request. papermill and nbclient do not, and must not get a widget: nbconvert
-    prefers the widget, of which it can draw nothing.
-    """
-    kernel = getattr(shell, "kernel", None)
-    return kernel.get_parent().get("metadata", {}).get("cellId", "") if kernel else ""
 
 
 def publish(display_id: str, data: dict[str, Any], update: bool = False) -> None:
