@@ -179,7 +179,7 @@ def in_lab() -> str:
         return ""
     from IPython import get_ipython
 
-    kernel = getattr(get_ipython(), "kernel", None)  # type: ignore[no-untyped-call]
+    kernel = getattr(get_ipython(), "kernel", None)
     return str(kernel.get_parent().get("metadata", {}).get("cellId", "")) if kernel else ""
 
 
