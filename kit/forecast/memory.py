@@ -365,9 +365,12 @@ def _fix(s: Shape, recipe: Recipe, cluster: Cluster) -> str:
     return f"No single change is enough; {change} comes closest with {m.allocated_gib:.1f} GiB."
 
 
-def memory(recipe: Recipe, cluster: Cluster) -> Memory:
-    """Does it fit, what is its peak made of, and which single change helps most cheaply. Raises InputError."""
-    s = load_shape(recipe.model.name, cluster.paths.hf_home)
+def memory(recipe: Recipe, cluster: Cluster, shape: Shape | None = None) -> Memory:
+    """Does it fit, what is its peak made of, and which single change helps most cheaply. Raises InputError.
+
+    `shape`: the recipe's model, where it is already loaded.
+    """
+    s = shape or load_shape(recipe.model.name, cluster.paths.hf_home)
     s.check(recipe)
     found = _forecast(s, recipe, cluster)
     if found.verdict in ("fits", "unknown"):

@@ -282,13 +282,16 @@ def _warnings(recipe: Recipe, cluster: Cluster, sizes: Sizes, time: Time) -> Ite
         yield f"Evaluation takes {time.split_h['eval'] / time.wall_h:.0%} of the run; raise eval_every or eval_batch."
 
 
-def predict(recipe: Recipe, cluster: Cluster, manifest: dict[str, Any] | None = None) -> Prediction:
+def predict(
+    recipe: Recipe, cluster: Cluster, manifest: dict[str, Any] | None = None, shape: Shape | None = None
+) -> Prediction:
     """Memory, time and storage of a run; `manifest` is that of a prepared folder. Raises InputError.
 
+    `shape`: the recipe's model, where it is already loaded.
     On a CPU cluster `nodes.gpu_bf16_tflops` is what one process sustains in fp32; on GPUs it is the dense bf16 peak.
     """
-    s = load_shape(recipe.model.name, cluster.paths.hf_home)
-    sizes, found = Sizes.of(recipe, manifest), memory(recipe, cluster)
+    s = shape or load_shape(recipe.model.name, cluster.paths.hf_home)
+    sizes, found = Sizes.of(recipe, manifest), memory(recipe, cluster, s)
     stored = _storage(s, recipe, cluster)
     time = _time(s, recipe, cluster, sizes, stored)
     warnings = (*found.warnings, *_warnings(recipe, cluster, sizes, time))

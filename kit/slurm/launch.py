@@ -1,5 +1,7 @@
 """Launches a run: checks recipe and cluster, prepares the data, freezes everything into a run folder, and submits."""
 
+import contextlib
+import shutil
 from pathlib import Path
 
 from kit import files
@@ -8,7 +10,7 @@ from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset, find_prepared, prepare
 from kit.errors import InputError, KitError
-from kit.forecast.shape import load_shape
+from kit.forecast.shape import Shape, load_shape
 from kit.forecast.timing import Prediction
 from kit.slurm import environment
 from kit.slurm import script as job_script
@@ -30,16 +32,16 @@ def launch(
     what cannot run, KitError for what does not fit by the forecast (unless `anyway`), and SubmitError with Slurm's
     words where Slurm refuses it; the run folder then stays.
     """
-    check(recipe, cluster)
+    shape = check(recipe, cluster)
     with models.use_hf_home(cluster.paths.hf_home):
         found = find_prepared(recipe, prepared)
-    predicted = job_script.forecast(recipe, cluster, found.manifest if found else None)
+    predicted = job_script.forecast(recipe, cluster, found.manifest if found else None, shape)
     if not anyway:
         check_fit(recipe, cluster, predicted)
     with models.use_hf_home(cluster.paths.hf_home):
         dataset = prepare(recipe, prepared)
     if found is None or found.path != dataset.path:  # times depend on the number of rows
-        predicted = job_script.forecast(recipe, cluster, dataset.manifest)
+        predicted = job_script.forecast(recipe, cluster, dataset.manifest, shape)
     run = freeze(recipe, cluster, dataset, predicted)
     submit(run, after, when)
     return run
@@ -60,8 +62,11 @@ def launch_script(
     return run
 
 
-def check(recipe: Recipe, cluster: Cluster) -> None:
-    """Raises InputError for a recipe that this cluster, or its trainer, cannot run."""
+def check(recipe: Recipe, cluster: Cluster) -> Shape | None:
+    """Raises InputError for a recipe that this cluster, or its trainer, cannot run.
+
+    Returns the sizes of the model; None for a family that the forecast does not know, which may train all the same.
+    """
     if cluster.slurm.env_file:
         environment.check_token_file(cluster.slurm.env_file)
     job_script.TRAINER.check(recipe, cluster)
@@ -72,17 +77,13 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
     models.check_weights(recipe.model.name, cluster.paths.hf_home)
-    _check_layers(recipe, cluster)
-    reach(cluster, parallel.nodes)
-
-
-def _check_layers(recipe: Recipe, cluster: Cluster) -> None:
-    """Raises InputError for settings that transformers or PEFT would refuse for this model."""
-    try:
+    shape = None
+    with contextlib.suppress(InputError):
         shape = load_shape(recipe.model.name, cluster.paths.hf_home)
-    except InputError:  # the forecast does not know the family, but it may train
-        return
-    shape.check(recipe)
+    if shape is not None:
+        shape.check(recipe)  # what transformers or PEFT would refuse for this model
+    reach(cluster, parallel.nodes)
+    return shape
 
 
 def check_fit(recipe: Recipe, cluster: Cluster, predicted: Prediction | None) -> None:
@@ -101,9 +102,17 @@ def freeze(recipe: Recipe, cluster: Cluster, dataset: Dataset, predicted: Predic
 
     Raises InputError where the folder cannot be written.
     """
+    seconds = job_script.warning_s(recipe, cluster, predicted)
     run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
-    run.note(warning_s=job_script.warning_s(recipe, cluster, predicted), script_version=job_script.SCRIPT_VERSION)
-    for name, text in job_script.TRAINER.render(recipe, cluster, run.path).files.items():
-        files.write(run.path / name, text)
-    files.write(run.path / "job.sbatch", job_script.render_script(run))
+    try:
+        run.note(warning_s=seconds, script_version=job_script.SCRIPT_VERSION)
+        for name, text in job_script.TRAINER.render(recipe, cluster, run.path).files.items():
+            files.write(run.path / name, text)
+        files.write(run.path / "job.sbatch", job_script.render_script(run))
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)  # nothing was submitted from it
+        raise InputError(
+            f"The run folder {run.path} cannot be written: {error.strerror}. Free space there, or set paths.runs in "
+            "the cluster profile to a folder that every node sees."
+        ) from None
     return run

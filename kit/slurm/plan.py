@@ -24,6 +24,12 @@ from kit.slurm.client import available, command
 from kit.slurm.launch import check
 from kit.slurm.submit import advice
 
+LOG_FOLDER_RULE = "KS201"  # the folder of the log does not exist
+RENDEZVOUS = (
+    "at the address that Slurm has for the head node, on a free port chosen by the job id; every node checks that it "
+    "reaches the head before any rank starts"
+)
+
 
 @dataclass(frozen=True)
 class Plan(Result):
@@ -81,27 +87,19 @@ class Start:
 
 def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) -> Plan:
     """What `launch` would do with these. Raises InputError for what cannot run."""
-    check(recipe, cluster)
+    shape = check(recipe, cluster)
     with models.use_hf_home(cluster.paths.hf_home):
         dataset = find_prepared(recipe, prepared)
     predicted, unknown = None, ""
     try:
-        predicted = predict(recipe, cluster, dataset.manifest if dataset else None)
+        predicted = predict(recipe, cluster, dataset.manifest if dataset else None, shape)
     except InputError as error:  # a model that the forecast does not know may still train
         unknown = str(error)
     folder = Path(cluster.paths.runs).absolute() / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M')}"
-    script = job_script.render(
-        job_script.Job(
-            recipe,
-            cluster,
-            folder,
-            dataset.path if dataset else prepared.absolute(),
-            "drawn-at-launch",
-            job_script.warning_s(recipe, cluster, predicted),
-        )
-    )
-    # KS201 is the folder of the log, which the launch makes.
-    findings = [found for found in lint(script, "job.sbatch", cluster, slurm_version()) if found.rule != "KS201"]
+    data, seconds = dataset.path if dataset else prepared.absolute(), job_script.warning_s(recipe, cluster, predicted)
+    script = job_script.render(job_script.Job(recipe, cluster, folder, data, "drawn-at-launch", seconds))
+    findings = lint(script, "job.sbatch", cluster, slurm_version())
+    findings = [found for found in findings if found.rule != LOG_FOLDER_RULE]  # the launch makes that folder
     start = estimate_start(script)
     facts = {
         "recipe": f"{recipe.name}: {recipe.tuning.method} of {recipe.model.name}",
@@ -109,8 +107,7 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
         "batch": _batch(recipe),
         "data": f"prepared in {dataset.path}" if dataset else f"{recipe.data.source} is prepared first, here",
         "forecast": _sentences(predicted) if predicted else unknown,
-        "rendezvous": "at the address that Slurm has for the head node, on a free port chosen by the job id; "
-        "every node checks that it reaches the head before any rank starts",
+        "rendezvous": RENDEZVOUS,
         "run folder": f"{folder}, {_free_gb(folder):,.0f} GB free there",
         "starts": start.text,
         "linter": f"{_count(len(findings), 'finding')}, with the lines below" if findings else "no findings",

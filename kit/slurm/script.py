@@ -12,6 +12,7 @@ from kit.config.cluster import Cluster, gres_for
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
+from kit.forecast.shape import Shape
 from kit.forecast.timing import Prediction, disk_rate, predict
 from kit.slurm import environment, rendezvous
 from kit.slurm.folder import RunFolder
@@ -121,10 +122,12 @@ def options(job: Job) -> list[str]:
     return [*out, f"--signal=B:USR2@{job.warning_s}", *slurm.options]
 
 
-def forecast(recipe: Recipe, cluster: Cluster, manifest: dict[str, object] | None = None) -> Prediction | None:
+def forecast(
+    recipe: Recipe, cluster: Cluster, manifest: dict[str, object] | None = None, shape: Shape | None = None
+) -> Prediction | None:
     """The forecast, by the manifest of prepared data where there is one; None for a family that it does not know."""
     try:
-        return predict(recipe, cluster, manifest)
+        return predict(recipe, cluster, manifest, shape)
     except InputError:
         return None
 
