@@ -9,6 +9,8 @@ Under `--dist loadgroup` a group stays in one worker. The groups are:
 """
 
 import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.slurm import ledger
+from kit.slurm.run import Run
 from tests import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -125,9 +128,7 @@ def make_tiny(folder, smollm2):
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
 
 
-@pytest.fixture
-def recipe(tiny):
-    """A job of seconds: two CPU ranks, FSDP2, LoRA, four steps on the project's own sample."""
+def tiny_recipe(tiny):
     return Recipe.load(
         "demo",
         **{
@@ -140,6 +141,35 @@ def recipe(tiny):
             "schedule.save_every": 2,
         },
     )
+
+
+@pytest.fixture
+def recipe(tiny):
+    """A job of seconds: two CPU ranks, FSDP2, LoRA, four steps on the project's own sample."""
+    return tiny_recipe(tiny)
+
+
+def kit_in(folder, *words):
+    """Run a command of the kit in a folder, as a user without settings and without Slurm; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "WANDB", "KIT_"))}
+    environment |= {"XDG_STATE_HOME": str(folder / "state"), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "kit.cli", *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def finished_run(tiny, tmp_path):
+    """A copy, in this test's folder, of the session's finished run; r.toml and the output of `kit launch` are there."""
+
+    def train(folder):
+        (folder / "r.toml").write_text(tiny_recipe(tiny).toml())
+        launched = kit_in(folder, "launch", "r.toml", "--cluster", "local", "--wait", "--json")
+        (folder / "launch.json").write_text(launched)
+
+    shutil.copytree(shared.once("finished-run", train), tmp_path, dirs_exist_ok=True)
+    return Run(next((tmp_path / "runs").iterdir()))
 
 
 @pytest.fixture

@@ -143,10 +143,9 @@ def test_prepare_and_launch_speak_json(recipe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_commands_of_one_run_from_launch_to_merge(recipe, tmp_path, capsys):
-    (tmp_path / "r.toml").write_text(recipe.toml())
-    assert main(["launch", "r.toml", "--cluster", "local", "--wait", "--json"]) == 0
-    run = json.loads(capsys.readouterr().out)["run"]
+def test_the_commands_of_one_run_from_launch_to_merge(finished_run, recipe, tmp_path, capsys):
+    run = str(finished_run.path)
+    assert Path(json.loads((tmp_path / "launch.json").read_text())["run"]).name == finished_run.path.name
     assert main(["state", run, "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["state"] == "COMPLETED" and state["exit_code"] == 0 and state["conflicts"] == []

@@ -60,6 +60,7 @@ def submit(run: RunFolder, after: RunFolder | None = None, when: str = "ok") -> 
                 f"{after.name} is job {after.job_id} of Slurm, which does not answer here, so {run.name} cannot wait "
                 "for it. Submit it where `scontrol ping` says UP, or when that run has ended."
             )
+        run.note(script=str(run.path / "job.sbatch"))  # so that a copy of the folder gets a script for its own path
         return local.start(run)
     return _sbatch(run, [*dependency, *own])
 

@@ -513,9 +513,8 @@ def test_an_inspection_says_whether_it_read_the_values(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next_start(recipe, local, capsys):
-    run = slurm.launch(recipe.override(**{"schedule.keep": 2}), local)  # two ranks, saves at steps 2 and 4
-    assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
+def test_a_real_runs_saves_are_timed_and_a_harmed_one_is_passed_over_at_the_next_start(finished_run, capsys):
+    run = finished_run  # two ranks, saves at steps 2 and 4
     blocks = plan.save_blocks(run)
     assert list(blocks) == [2, 4]
     assert all(0 < seconds < 60 for seconds in blocks.values())
