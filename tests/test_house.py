@@ -36,7 +36,7 @@ LINT_IMPORTS = {("lint/lint.py", "slurm"), ("lint/lint.py", "config"), ("lint/sc
 UPWARD = {("lint/lint.py", "slurm")}  # (module, room)
 TO_BE_MOVED = {"bars", "callable_room", "chart", "heat"}
 MOST_LINES = 400
-LONG = {"checkpoints/timing.py"}
+LONG: set[str] = set()
 MOST_FILES_AT_THE_TOP = 8
 
 
@@ -195,8 +195,8 @@ def test_every_environment_variable_is_listed_in_one_place():
 
 # Words of an earlier style in kit/, and how often each may occur at most. A number may only fall.
 OLD_WORDS = {
-    "is told": 8, "told": 84, "is none": 15, "of its own": 9, "nobody": 9,
-    "stands": 9, "lies": 6, "mends?": 9, "beside": 28, "whole": 124,
+    "is told": 0, "told": 1, "is none": 12, "of its own": 2, "nobody": 1, "stands": 3, "lies": 1, "mends?": 5,
+    "beside": 6, "whole": 40,
 }  # fmt: skip
 
 
