@@ -120,6 +120,7 @@ def test_lint_exits_1_on_an_error_and_mends_what_is_safe(tmp_path, capsys):
 def test_the_kits_own_job_scripts_have_no_finding_that_matters(tmp_path, recipe, capsys):
     from kit.config.cluster import Cluster
     from kit.lint.lint import lint
+    from kit.slurm.linting import site_of
     from kit.slurm.run import Run
     from kit.slurm.script import render_script
 
@@ -129,7 +130,7 @@ def test_the_kits_own_job_scripts_have_no_finding_that_matters(tmp_path, recipe,
         (tmp_path / "c.toml").write_text(text)
         job = recipe if cluster == "local" else Recipe.load("llama8b")
         script = render_script(Run.create(job, Cluster.load(tmp_path / "c.toml"), tmp_path, "digest"))
-        found = lint(script, cluster=profile)
+        found = lint(script, site=site_of(profile))
         assert not [f for f in found if f.severity == "error"], found
         assert {f.rule for f in found if f.severity == "warning"} <= {"KS301"}  # local sets no time limit
 

@@ -76,13 +76,14 @@ def lint(
     """Check sbatch scripts; exit 1 where there is an error."""
     from dataclasses import asdict
 
-    from kit.lint.lint import fix_file, lint_file
+    from kit.lint.lint import fix_file
+    from kit.slurm.linting import lint_scripts
 
     profile = load_cluster(cluster) if cluster else None
     if fix:
         for script in scripts:
             fix_file(script)
-    found = [finding for script in scripts for finding in lint_file(script, profile)]
+    found = lint_scripts(scripts, profile)
     lines = [f"{f.file}:{f.line}: {f.severity} {f.rule}: {f.message} {f.fix}" for f in found]
     emit(Answer({"findings": [asdict(finding) for finding in found]}, *lines), as_json)
     finish(any(finding.severity == "error" for finding in found))

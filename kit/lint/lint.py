@@ -5,17 +5,33 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kit import files
-from kit.config.cluster import Cluster
 from kit.errors import InputError
 from kit.lint.rules import DASH, DEAD, RULES, SPACE
 from kit.lint.script import Script
 from kit.lint.shell import LATE
-from kit.slurm.client import command
+from kit.lint.site import Site
 
-SAYS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-UNREACHED = re.compile(r"connect|contact|controller|timed out|munge|config(uration)?( source)?$", re.I | re.M)
+
+class RuleText(NamedTuple):
+    """What rules.toml has for a rule. message: with {} in place of what was found."""
+
+    severity: str
+    message: str
+    fix: str
+
+
+RULE_TEXTS = {
+    name: RuleText(*texts)
+    for name, texts in tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8")).items()
+}
+
+
+def rule_text(name: str) -> RuleText:
+    """Severity, message and fix of a rule, such as "KS108"."""
+    return RULE_TEXTS[name]
 
 
 @dataclass(frozen=True)
@@ -30,43 +46,21 @@ class Finding:
     fix: str
 
 
-def lint(text: str, file: str = "script", cluster: Cluster | str | None = None, version: str = "") -> list[Finding]:
-    """All findings, by line. A cluster's own options, size and NCCL settings count as known.
-
-    `version` is the Slurm release ("22.05") that the script is for; "" keeps rules that depend on it quiet.
-    """
-    script = Script(text, file, Cluster.load(cluster) if cluster else None, version)
-    found = {
-        Finding(
-            file, name[:5], SAYS[name][0], line, SAYS[name][1].replace("{}", detail.replace(LATE, "$")), SAYS[name][2]
-        )
-        for name, find in RULES.items()
-        for line, detail in find(script)
-    }
-    return sorted(found, key=lambda f: (f.line, f.rule, f.message))
+def lint(text: str, file: str = "script", site: Site | None = None) -> list[Finding]:
+    """All findings in a script, by line."""
+    script = Script(text, file, site or Site())
+    found = {_finding(file, name, line, detail) for name, find in RULES.items() for line, detail in find(script)}
+    return sorted(found, key=lambda finding: (finding.line, finding.rule, finding.message))
 
 
-def lint_file(path: Path | str, cluster: Cluster | str | None = None) -> list[Finding]:
-    """Findings of a file, for this machine's Slurm and with its own verdict where there is one.
-
-    Raises InputError where the file cannot be read.
-    """
-    version = slurm_version()
-    found = lint(read_script(Path(path)), str(path), cluster, version)
-    refused = any(f.severity == "error" and f.rule.startswith("KS1") for f in found)
-    return found if refused or not version else found + oracle(Path(path))
+def _finding(file: str, name: str, line: int, detail: str) -> Finding:
+    severity, message, fix_text = rule_text(name)
+    return Finding(file, name[:5], severity, line, message.replace("{}", detail.replace(LATE, "$")), fix_text)
 
 
-def slurm_version() -> str:
-    """The release of the Slurm that is configured here ("22.05.8"), or an empty text."""
-    return "".join(command("sbatch", "--version").stdout.split()[-1:])
-
-
-def oracle(path: Path) -> list[Finding]:
-    """What `sbatch --test-only` refuses: parsing needs no controller; limits and resources need one that answers."""
-    said = command("sbatch", "--test-only", str(path)).stderr
-    verdict = "; ".join(re.findall("(?:error|failure): (.+)", said if not UNREACHED.search(said) else ""))
-    return [Finding(str(path), "KS108", "error", 1, f"sbatch says: {verdict}.", SAYS["KS108"][2])] if verdict else []
+def lint_file(path: Path, site: Site | None = None) -> list[Finding]:
+    """All findings in a file, by line. Raises InputError where it cannot be read."""
+    return lint(read_script(path), str(path), site)
 
 
 def read_script(path: Path) -> str:

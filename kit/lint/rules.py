@@ -79,15 +79,16 @@ def _bad_option(script: Script) -> Hits:
             yield o.line, o.problem + (f", did you mean --{near[0]}" if near else "")
         elif not o.problem and (not re.fullmatch(form, o.value, re.I) or o.value.startswith("=")):
             yield o.line, f"--{o.name} cannot be {o.value!r}" + (f", it is {hint}" if hint else "")
-        elif script.version and script.version < SINCE.get(o.name, ""):
-            yield o.line, f"--{o.name} came with Slurm {SINCE[o.name]}, and this is {script.version}"
+        elif script.site.release and script.site.release < SINCE.get(o.name, ""):
+            yield o.line, f"--{o.name} came with Slurm {SINCE[o.name]}, and this is {script.site.release}"
     for line, words in script.directives:
         dashed = [w for w in words if re.match(r"-\w[\w-]+", w) and w[1:].partition("=")[0] in OPTIONS]
         yield from ((line, f"{w} is read as -{w[1]} with the value {w[2:]!r}") for w in dashed)
-    if nodes := script.cluster and script.cluster.nodes:
-        for name, asked, there in (("nodes", script.nodes, nodes.count), ("gpus", script.gpus, nodes.gpus)):
-            text = f"the job asks for {asked} {name}{' a node' * (name == 'gpus')}, and the cluster has {there}"
-            yield from _when((asked or 0) > there, script.at(name, "gres", "gpus-per-node"), text)
+    site = script.site
+    for name, asked, there in (("nodes", script.nodes, site.nodes), ("gpus", script.gpus, site.gpus_per_node)):
+        text = f"the job asks for {asked} {name}{' a node' * (name == 'gpus')}, and the cluster has {there}"
+        excess = there is not None and (asked or 0) > there
+        yield from _when(excess, script.at(name, "gres", "gpus-per-node"), text)
 
 
 def _bash_syntax(script: Script) -> Hits:
@@ -101,7 +102,7 @@ def _bash_syntax(script: Script) -> Hits:
 def _log_folder(script: Script, sure: bool) -> Hits:
     """Folders of logs that are not here; sure where they would be seen. From 23.02 on Slurm makes them itself."""
     made = {Path(word) for s in script.steps if s.program == "mkdir" for word in s.texts[1:]}
-    for name in script.asked.keys() & {"output", "error"} if script.version < "23.02" else ():
+    for name in script.asked.keys() & {"output", "error"} if script.site.release < "23.02" else ():
         folder = Path(script.value(name)).parent
         if not any((place / folder).is_dir() for place in (Path(), Path(script.file).parent)):
             seen = Path(*folder.parts[:2]).is_dir() if folder.is_absolute() else Path(script.file).is_file()
@@ -312,8 +313,8 @@ RULES: dict[str, Callable[[Script], Hits]] = {
     "KS408": lambda s: [(a.line, a.value) for a in s.given("", "rdzv_id") if re.fullmatch(r"\w+", a.value)],
     "KS409": lambda s: [(t.line, t.texts[0].partition("=")[0] + "=...") for t in s.steps
                         if t.srun is not None and re.match(r"\w+=", t.texts[0])],
-    "KS410": lambda s: [(t.line, "") for t in s.trainings if s.version[:5] in ("22.05", "23.02") and t.srun is not None
-                        and s.value("cpus-per-task") not in ("", "1") and "cpus-per-task" not in t.srun
+    "KS410": lambda s: [(t.line, "") for t in s.trainings if s.site.release[:5] in ("22.05", "23.02")
+                        and t.srun is not None and s.value("cpus-per-task") not in ("", "1") and "cpus-per-task" not in t.srun
                         and "SRUN_CPUS_PER_TASK" not in s.variables],
     "KS411": _misspelt_variable,
     "KS412": lambda s: [(line, "The node rank") for line, _, _ in _node_ranks(s, "\x1a", True)],

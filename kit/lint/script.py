@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from kit.config.cluster import Cluster
 from kit.lint.shell import FIELD, KNOWN, LATE, SBATCH, Code, Command, Setting, Word, base, directives, number, options
+from kit.lint.site import Site
 
 # Programs that start another one, programs whose failure matters little, and what a launch can begin with.
 WRAPPERS = re.compile(
@@ -88,17 +88,19 @@ class Step:
 class Script:
     """A script as rules see it: what it asks of sbatch, and its steps with known variables filled in."""
 
-    def __init__(self, text: str, file: str = "script", cluster: Cluster | None = None, version: str = "") -> None:
+    def __init__(self, text: str, file: str = "script", site: Site | None = None) -> None:
         self.raw, self.text, self.file = text, text.replace("\r\n", "\n"), file
-        self.cluster, self.version = cluster, version
-        self.own = {f"{k}={v}" for k, v in cluster.environment.items()} if cluster else set()
+        self.site = site or Site()
+        self.own = {f"{name}={value}" for name, value in self.site.environment.items()}
         self.rows = self.text.split("\n")
         self.directives = list(directives(self.text))
-        own = re.findall(r"--([\w-]+)", " ".join(cluster.slurm.options)) if cluster else []
         self.asks: list[Setting] = []
         self.operands: list[tuple[int, str]] = []
+        table = f"{SBATCH} {KNOWN['site']} {'? '.join([*sorted(self.site.options), ''])}"
         for line, words in self.directives:
-            found, rest = options(words, line, f"{SBATCH} {KNOWN['site']} {'? '.join([*own, ''])}")
+            found, rest = options(
+                words, line, f"{SBATCH} {KNOWN['site']} {'? '.join([*sorted(self.site.options), ''])}"
+            )
             self.asks += found
             self.operands += [(line, word) for word in rest[:1] if rest not in (["hetjob"], ["packjob"])]
         self.het = any(w in (["hetjob"], ["packjob"]) for _, w in self.directives)

@@ -16,11 +16,13 @@ from IPython.display import display
 
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError
-from kit.lint.lint import lint, slurm_version
+from kit.lint.lint import lint
 from kit.lint.report import Report
 from kit.lint.script import Script
 from kit.lint.shell import Code
+from kit.slurm.client import version
 from kit.slurm.launch import launch_script
+from kit.slurm.linting import site_of
 from kit.slurm.run import Run
 
 OPTIONS = MagicArgumentParser("%%sbatch", description="Submit the cell as a batch script.")
@@ -43,7 +45,7 @@ def sbatch(line: str, cell: str) -> Run | None:
     shell, options = get_ipython(), OPTIONS.parse_args(shlex.split(line))
     cluster = Cluster.load(options.cluster) if options.cluster else None
     script = fill(cell, shell.ev)
-    findings = lint(script, "cell", cluster, slurm_version())
+    findings = lint(script, "cell", site_of(cluster, version()))
     if findings:
         display(Report(script, findings))
     if options.dry_run:

@@ -16,12 +16,13 @@ from kit.config.recipe import Recipe
 from kit.data.dataset import find_prepared
 from kit.errors import InputError
 from kit.forecast.timing import Prediction, predict
-from kit.lint.lint import Finding, lint, slurm_version
+from kit.lint.lint import Finding, lint
 from kit.lint.report import Report
 from kit.show import Part, Result, Table
 from kit.slurm import script as job_script
-from kit.slurm.client import available, command
+from kit.slurm.client import available, command, version
 from kit.slurm.launch import check
+from kit.slurm.linting import site_of
 from kit.slurm.submit import advice
 
 LOG_FOLDER_RULE = "KS201"  # the folder of the log does not exist
@@ -98,7 +99,7 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
     folder = Path(cluster.paths.runs).absolute() / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M')}"
     data, seconds = dataset.path if dataset else prepared.absolute(), job_script.warning_s(recipe, cluster, predicted)
     script = job_script.render(job_script.Job(recipe, cluster, folder, data, "drawn-at-launch", seconds))
-    findings = lint(script, "job.sbatch", cluster, slurm_version())
+    findings = lint(script, "job.sbatch", site_of(cluster, version()))
     findings = [found for found in findings if found.rule != LOG_FOLDER_RULE]  # the launch makes that folder
     start = estimate_start(script)
     facts = {

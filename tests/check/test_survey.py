@@ -14,6 +14,7 @@ from kit.check.facts import Finding
 from kit.cli import main
 from kit.config.cluster import Cluster, Nodes, Paths, Slurm
 from kit.lint.lint import lint
+from kit.slurm.linting import site_of
 from kit.slurm.run import Run
 from tests.conftest import REPOSITORY
 
@@ -84,7 +85,7 @@ def test_a_node_with_less_than_its_profile_or_other_software_is_told_so():
 def test_the_job_asks_for_little_and_is_clean(tmp_path, name):
     cluster = Cluster.load(name)
     script = node_job.render_script(cluster, tmp_path / "a folder", cluster.nodes.count, cluster.slurm.gres)
-    assert [f for f in lint(script, cluster=cluster) if f.severity != "info"] == []
+    assert [f for f in lint(script, site=site_of(cluster)) if f.severity != "info"] == []
     assert f"#SBATCH --nodes={cluster.nodes.count}\n" in script and "#SBATCH --time=00:05:00\n" in script
     assert ("#SBATCH --gres=gpu:" in script) == bool(cluster.nodes.gpus)
 

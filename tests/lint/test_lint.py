@@ -1,26 +1,22 @@
 """Each rule finds a faulty script and leaves the right ones alone; sbatch itself agrees about options."""
 
 import json
-import re
 import shutil
 import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kit.config.cluster import Cluster, Nodes, Slurm
-from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.lint.lint import SAYS, Finding, fix, fix_file, lint, lint_file, oracle, slurm_version
+from kit.lint.lint import RULE_TEXTS, Finding, fix, fix_file, lint, lint_file
 from kit.lint.script import Script
 from kit.lint.shell import SBATCH
-from kit.slurm.run import Run
-from kit.slurm.script import render_script
-from tests.conftest import REPOSITORY, SHARED
+from kit.lint.site import Site
+from tests.conftest import SHARED
 
 GOOD = """\
 #!/bin/bash
@@ -422,33 +418,33 @@ def rules(text: str, **more: object) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("text", [GOOD, ONE_NODE, STEPS])
 @pytest.mark.parametrize("version", ["", "22.05.8", "23.02.1", "24.11"])
 def test_a_good_script_has_no_findings(text: str, version: str) -> None:
-    assert lint(text, version=version) == []
+    assert lint(text, site=Site(release=version)) == []
 
 
 @pytest.mark.parametrize(("rule", "text", "old", "new"), MUTANTS)
 def test_a_mutant_is_caught_by_its_own_rule_alone(rule: str, text: str, old: str, new: str) -> None:
     assert old in text
-    assert {f.rule for f in lint(text.replace(old, new), version="22.05.8")} == {rule}
+    assert {f.rule for f in lint(text.replace(old, new), site=Site(release="22.05.8"))} == {rule}
 
 
 def test_every_rule_has_a_mutant() -> None:
-    assert {name[:5] for name in SAYS} == {rule for rule, *_ in MUTANTS}
+    assert {name[:5] for name in RULE_TEXTS} == {rule for rule, *_ in MUTANTS}
     assert len({rule for rule, *_ in MUTANTS}) >= 45
 
 
 @pytest.mark.parametrize(("rule", "severity", "text"), FAULTY)
 def test_a_fault_is_found(rule: str, severity: str, text: str) -> None:
-    assert (rule, severity) in rules(text, version="22.05.8")
+    assert (rule, severity) in rules(text, site=Site(release="22.05.8"))
 
 
 @pytest.mark.parametrize(("rule", "severity", "text"), FAULTY)
 def test_no_other_error_comes_along(rule: str, severity: str, text: str) -> None:
-    assert {r for r, s in rules(text, version="22.05.8") if s == "error"} - {rule} == set()
+    assert {r for r, s in rules(text, site=Site(release="22.05.8")) if s == "error"} - {rule} == set()
 
 
 @pytest.mark.parametrize(("rule", "text"), RIGHT)
 def test_a_right_script_is_left_alone(rule: str, text: str) -> None:
-    found = lint(text, version="" if rule == "KS108" else "22.05.8")
+    found = lint(text, site=Site(release="" if rule == "KS108" else "22.05.8"))
     assert [f for f in found if f.rule == rule] == []
     assert [f for f in found if f.severity == "error"] == []
 
@@ -459,7 +455,7 @@ def test_the_faults_of_published_recipes_are_found(expected: set[str], text: str
 
 
 def test_every_rule_has_a_faulty_script() -> None:
-    assert {(name[:5], severity) for name, (severity, _, _) in SAYS.items()} == {
+    assert {(name[:5], severity) for name, (severity, _, _) in RULE_TEXTS.items()} == {
         (rule, severity) for rule, severity, _ in FAULTY
     }
 
@@ -516,11 +512,10 @@ def test_the_log_folder_may_be_here_or_beside_the_script(tmp_path: Path, monkeyp
 
 
 def test_a_cluster_knows_its_own_options_and_network() -> None:
-    own = Slurm(options=("--frobnicate=1",))
-    cluster = Cluster("c", Nodes(gpus=8), slurm=own, environment={"NCCL_IB_DISABLE": "1"})
+    site = Site(frozenset(["frobnicate"]), 1, 8, {"NCCL_IB_DISABLE": "1"})
     text = one("export NCCL_IB_DISABLE=1\npython train.py", "#SBATCH --frobnicate=1\n")
     assert rules(text) == {("KS108", "warning"), ("KS604", "info")}
-    assert lint(text, cluster=cluster) == []
+    assert lint(text, site=site) == []
 
 
 def test_a_template_may_hold_placeholders_and_no_shell() -> None:
@@ -643,24 +638,26 @@ def test_a_file_without_faults_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "speaks"), [("22.05.8", True), ("23.02.7", True), ("23.11.1", False), ("", False)])
 def test_srun_forgets_the_cpus_only_in_two_releases(version: str, speaks: bool) -> None:
     text = STEPS.replace(" SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK", "")
-    assert ("KS410" in {f.rule for f in lint(text, version=version)}) == speaks
+    assert ("KS410" in {f.rule for f in lint(text, site=Site(release=version))}) == speaks
 
 
 @pytest.mark.parametrize(("version", "refused"), [("22.05.8", True), ("23.11", True), ("24.05", False), ("", False)])
 def test_an_option_that_came_later_is_refused_before(version: str, refused: bool) -> None:
-    assert (("KS108", "error") in rules(option("--segment=2"), version=version)) == refused
+    assert (("KS108", "error") in rules(option("--segment=2"), site=Site(release=version))) == refused
 
 
 def test_slurm_makes_log_folders_from_23_02_on() -> None:
     text = option("--output=no_such_folder/%j.out")
-    assert [f.rule for f in lint(text, version="22.05")] == ["KS201"] and lint(text, version="23.02.1") == []
+    assert [f.rule for f in lint(text, site=Site(release="22.05"))] == ["KS201"] and lint(
+        text, site=Site(release="23.02.1")
+    ) == []
 
 
 def test_a_job_larger_than_the_cluster_is_refused() -> None:
-    cluster = Cluster("c", Nodes(count=2, gpus=8))
-    assert lint(option("--nodes=2 --gres=gpu:8 -c 8"), cluster=cluster) == []
+    site = Site(nodes=2, gpus_per_node=8)
+    assert lint(option("--nodes=2 --gres=gpu:8 -c 8"), site=site) == []
     for asks, there in (("--nodes=3 --gres=gpu:8", "3 nodes, and the cluster has 2"), ("--gres=gpu:16", "has 8")):
-        (found,) = lint(option(f"{asks} -c 8"), cluster=cluster)
+        (found,) = lint(option(f"{asks} -c 8"), site=site)
         assert (found.rule, found.severity) == ("KS108", "error") and there in found.message
 
 
@@ -709,7 +706,7 @@ def test_a_job_larger_than_the_cluster_is_refused() -> None:
     ],
 )
 def test_what_others_reported_is_found(report: str, expected: set[str], text: str) -> None:
-    assert expected <= {f.rule for f in lint(text, version="22.05.8")}, report
+    assert expected <= {f.rule for f in lint(text, site=Site(release="22.05.8"))}, report
 
 
 ENDS = {"000": ("Llama-3-70B-Instruct", {"KS101"}), "002": ("$SLURM_JOB_ID\n", {"KS303", "KS403", "KS301"})}
@@ -725,17 +722,6 @@ def test_scripts_of_published_articles_are_flagged(number: str) -> None:
     stop = script.index(end, script.index("srun"))
     stop = script.index(end, script.index("--output_dir")) if number == "002" else stop
     assert expected <= {f.rule for f in lint(script[: stop + len(end)] + "\n")}
-
-
-@pytest.mark.parametrize("name", ["two-node-pcie", "h100-8x8"])
-@pytest.mark.parametrize("version", ["22.05.8", "24.11"])
-def test_the_kits_own_scripts_are_clean(tmp_path: Path, name: str, version: str) -> None:
-    cluster = Cluster.load(name)
-    here = replace(cluster, paths=replace(cluster.paths, runs=str(tmp_path / "runs")))
-    script = render_script(Run.create(Recipe.load("llama8b"), here, tmp_path, "digest"))
-    assert lint(script, cluster=cluster, version=version) == []
-    for path in (REPOSITORY / "env").rglob("*.sbatch"):
-        assert lint(path.read_text(), str(path), version=version) == []
 
 
 # Anything can be read
@@ -759,7 +745,7 @@ JUNK = st.one_of(
 @example("#!/bin/bash\nhead=$(s\\", "")  # bash counts lines beyond its end
 @settings(max_examples=200, deadline=None)
 def test_no_text_is_too_broken_to_be_read(text: str, version: str) -> None:
-    found = lint(text, version=version, cluster=Cluster("c"))
+    found = lint(text, site=Site(nodes=1, gpus_per_node=0, release=version))
     assert all(1 <= f.line <= text.count("\n") + 2 and f.message for f in found)
     assert fix(fix(text)) == fix(text)
 
@@ -887,42 +873,3 @@ def test_sbatch_knows_the_same_options(tmp_path: Path) -> None:
         _, _, said = sbatch(tmp_path, f"#!/bin/bash\n#SBATCH --{name}\nhostname\n")
         assert ("unrecognized" in said) == (name in later), said
         assert ("requires an argument" in said) == (word.endswith("=") and name not in later), said
-
-
-@pytest.mark.slurm
-def test_a_live_slurm_has_the_last_word(live_slurm: Path, tmp_path: Path) -> None:
-    script = tmp_path / "a.sbatch"
-    said = {}
-    for asks in ("--nodes=1", "--nodes=99", "--partition=absent", "--mem=9999G"):
-        script.write_text(option(asks))
-        said[asks] = " ".join(f.message for f in lint_file(script))
-    assert said["--nodes=1"] == ""
-    assert "node configuration is not available" in said["--nodes=99"] and "9999G" not in said["--nodes=99"]
-    assert "invalid partition" in said["--partition=absent"] and "not available" in said["--mem=9999G"]
-    assert re.match(r"\d\d\.\d\d", slurm_version())
-
-
-@needs_sbatch
-def test_without_a_controller_sbatch_has_no_verdict_on_resources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sbatch(tmp_path, option("--nodes=1"))  # writes a configuration whose controller nobody is
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    script = tmp_path / "a.sbatch"
-    script.write_text(option("--nodes=99"))
-    assert oracle(script) == []
-    script.write_text(option("--nodes=2-x"))
-    assert "not a valid node count" in oracle(script)[0].message
-
-
-@needs_sbatch
-def test_where_no_slurm_is_configured_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    (tmp_path / "a.sbatch").write_text(option("--nodes=1"))
-    assert oracle(tmp_path / "a.sbatch") == []
-
-
-def test_without_sbatch_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.sbatch").write_text(option("--nodes=2-x"))
-    monkeypatch.setenv("PATH", "")
-    assert oracle(tmp_path / "a.sbatch") == []

@@ -12,6 +12,7 @@ from kit.lint.lint import lint
 from kit.notebook.sweep import BODY
 from kit.slurm import environment as jobscript
 from kit.slurm import prepare as batch
+from kit.slurm.linting import site_of
 
 
 def scripts(cluster, folder):
@@ -41,7 +42,7 @@ def cluster(tmp_path):
 @pytest.mark.parametrize("version", ["22.05.8", "24.11"])
 def test_each_is_clean_and_whole(cluster, tmp_path, version):
     for name, script in scripts(cluster, tmp_path / "a folder").items():
-        assert lint(script, name, cluster, version) == [], script
+        assert lint(script, name, site_of(cluster, version)) == [], script
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
         head, _, body = script.partition("set -euo pipefail")
         for option in ("--partition=gpu", "--qos=high"):

@@ -15,6 +15,7 @@ from kit.errors import InputError
 from kit.forecast.timing import predict
 from kit.lint.lint import lint
 from kit.slurm.launch import launch
+from kit.slurm.linting import site_of
 from kit.slurm.run import Run
 from kit.slurm.script import forecast, render_script, warning_s
 from kit.slurm.template import fill
@@ -191,7 +192,7 @@ def test_the_script_is_right_and_without_a_finding_in_every_environment(tmp_path
     assert Cluster.load(write(tmp_path / "c.toml", cluster.toml())) == cluster
     script = render_script(Run.create(job, cluster, tmp_path, "digest"))
     assert shellcheck(script, "--exclude=SC1090,SC1091") == ""  # it does not follow what set-up lines source
-    assert [f for f in lint(script, cluster=cluster, version="22.05.8") if f.severity != "info"] == []
+    assert [f for f in lint(script, site=site_of(cluster, "22.05.8")) if f.severity != "info"] == []
     for line in ENVIRONMENTS[name].get("setup", ()):
         places = [script.index(f"\n{words}") for words in ("set +u", f"{line}\n", "set -u\n", "srun ")]
         assert places == sorted(places)
