@@ -314,7 +314,8 @@ RULES: dict[str, Callable[[Script], Hits]] = {
     "KS409": lambda s: [(t.line, t.texts[0].partition("=")[0] + "=...") for t in s.steps
                         if t.srun is not None and re.match(r"\w+=", t.texts[0])],
     "KS410": lambda s: [(t.line, "") for t in s.trainings if s.site.release[:5] in ("22.05", "23.02")
-                        and t.srun is not None and s.value("cpus-per-task") not in ("", "1") and "cpus-per-task" not in t.srun
+                        and t.srun is not None and s.value("cpus-per-task") not in ("", "1")
+                        and "cpus-per-task" not in t.srun
                         and "SRUN_CPUS_PER_TASK" not in s.variables],
     "KS411": _misspelt_variable,
     "KS412": lambda s: [(line, "The node rank") for line, _, _ in _node_ranks(s, "\x1a", True)],

@@ -98,9 +98,7 @@ class Script:
         self.operands: list[tuple[int, str]] = []
         table = f"{SBATCH} {KNOWN['site']} {'? '.join([*sorted(self.site.options), ''])}"
         for line, words in self.directives:
-            found, rest = options(
-                words, line, f"{SBATCH} {KNOWN['site']} {'? '.join([*sorted(self.site.options), ''])}"
-            )
+            found, rest = options(words, line, table)
             self.asks += found
             self.operands += [(line, word) for word in rest[:1] if rest not in (["hetjob"], ["packjob"])]
         self.het = any(w in (["hetjob"], ["packjob"]) for _, w in self.directives)
