@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def group_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
+    """Mark the groups, and put the longest first: the Slurm, the browser, then by the number of slow tests."""
+    slow = Counter(group_of(item) for item in items if item.get_closest_marker("slow"))
+    ranks = {"slurm": -2, "browser": -1}
+    items.sort(key=lambda item: (ranks.get(group_of(item), 0), -slow[group_of(item)]))
     for item in items:
         if not item.get_closest_marker("xdist_group") and (group := group_of(item)):
             item.add_marker(pytest.mark.xdist_group(group))
