@@ -149,10 +149,7 @@ def test_every_imported_package_is_declared():
 
 # Notebooks
 
-NOTEBOOKS_WITH_OTHER_IMPORTS = {
-    "00_check_cluster", "01_prepare_data", "03_launch_run", "04_watch_run", "05_time_checkpoints",
-    "06_compare_runs",
-}  # fmt: skip
+NOTEBOOKS_WITH_OTHER_IMPORTS: set[str] = set()
 
 
 def code_of(notebook):
@@ -194,7 +191,7 @@ def test_every_environment_variable_is_listed_in_one_place():
 
 # Words of an earlier style in kit/, and how often each may occur at most. A number may only fall.
 OLD_WORDS = {
-    "is told": 0, "told": 1, "is none": 12, "of its own": 2, "nobody": 1, "stands": 3, "lies": 1, "mends?": 5,
+    "is told": 0, "told": 1, "(?<!there )is none": 0, "of its own": 2, "nobody": 1, "stands": 3, "lies": 1, "mends?": 5,
     "beside": 6, "whole": 40,
 }  # fmt: skip
 

@@ -182,7 +182,7 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
             "it holds other tensors."
         )
     default = table.get("default", {})
-    slides = default | given  # a window that is null in the config is none
+    slides = default | given  # null in the config means no window
     window = (slides.get("use_sliding_window", True) and slides.get("sliding_window")) or 0
     whole = families.get(str(config.get("model_type")), {})
     attentions = str(whole.get("attentions") or table.get("attentions") or _ATTENTIONS).split()

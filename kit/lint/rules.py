@@ -230,7 +230,7 @@ def _secret(script: Script) -> Hits:
         (s.line, s.texts[-1]) for s in script.steps if re.match(r"wandb login .*\b[0-9a-f]{40}$", " ".join(s.texts))
     ]
     literal = [line for line, text in found if re.fullmatch(r"[\w+/=-]{20,}", text) and len(set(text)) > 10]
-    return [(line, "This line") for line in literal]  # hf_xxxxxxxx is none
+    return [(line, "This line") for line in literal]  # hf_xxxxxxxx is a placeholder
 
 
 def _secret_in_argv(script: Script) -> Hits:
