@@ -46,7 +46,7 @@ class Interfaces:
 
     @property
     def fastest(self) -> str:
-        """The fastest interface with an address that leads to other nodes; empty where there is none."""
+        """The fastest interface with an address that leads to other nodes, or an empty string."""
         return max(self.usable, key=lambda name: self.usable[name], default="")
 
     @property

@@ -81,7 +81,7 @@ def export(source: Path, out: Path, name: str = "", progress: bool = False) -> E
 
 
 def newest_complete(run: Run) -> Path:
-    """The newest checkpoint that training could resume from. Raises InputError where there is none."""
+    """The newest checkpoint that training could resume from. Raises InputError if no checkpoint is complete."""
     found = run.checkpoints()
     for folder in reversed(found):
         if complete(folder):

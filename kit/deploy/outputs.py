@@ -69,7 +69,7 @@ class CheckpointSet(Result):
 
     @property
     def newest(self) -> Path:
-        """The newest checkpoint that training could resume from. Raises InputError where there is none."""
+        """The newest checkpoint that training could resume from. Raises InputError if no checkpoint is complete."""
         return newest_complete(self.run)
 
     @property

@@ -63,7 +63,7 @@ def colour_of(name: str, index: int) -> str:
 
 
 def limit_text(limit: Limit | None) -> str:
-    """The name and value of a limit as a legend shows them; empty where there is none."""
+    """The name and value of a limit as a legend shows them, or an empty string."""
     return f"{limit[0]} {format_cell(float(limit[1]))}" if limit else ""
 
 

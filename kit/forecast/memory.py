@@ -77,7 +77,7 @@ Gradients = namedtuple("Gradients", "waiting second two late whole again unit do
 
 
 def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
-    """Bytes of one micro-batch in one layer: its input, what it keeps for backward, and what passes beside that.
+    """Bytes of one micro-batch in one layer: its input, what it keeps for backward, and what passes through besides.
 
     passing: in a forward that keeps nothing; forward: in one that keeps; backward: while gradients flow; mask: of all.
     Counted off the modelling code of transformers 5, tensor by tensor, under autocast to bf16.
@@ -125,7 +125,7 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
 
 
 def _normed(s: Shape) -> tuple[int, bool]:
-    """How wide a token is in all norms of a layer together, and whether they are RMS norms; told by the parameters."""
+    """How wide a token is in all norms of a layer together, and whether they are RMS norms; derived from the parameters."""
     block, biased = s.norms * s.hidden, any(x.parameters > x.copies * x.inputs * x.outputs for x in s.linears)
     rest = s.vectors - block
     if rest == block and (biased or rest != s.query + s.key):
@@ -201,7 +201,7 @@ def _gradients(s: Shape, recipe: Recipe, y: Layout) -> Gradients:
 
 
 def phases(s: Shape, recipe: Recipe, cluster: Cluster, fused: bool = True, masters: bool = True) -> dict[str, Terms]:
-    """Bytes per GPU by phase and term, once the optimizer has its state; a phase stands at its fullest moment.
+    """Bytes per GPU by phase and term, once the optimizer has its state; each phase at its peak.
 
     fused and masters off describe older stacks: full logits in the loss, and FSDP training in pure bf16.
     """

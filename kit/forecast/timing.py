@@ -1,4 +1,4 @@
-"""Step time, wall time and storage of a recipe on a cluster, in closed form; with the memory, the whole forecast."""
+"""Step time, wall time and storage of a recipe on a cluster, in closed form; `predict` adds the memory."""
 
 import json
 import math

@@ -34,7 +34,7 @@ def _layers(s: Shape, recipe: Recipe, tokens: float, row: float) -> tuple[Work, 
     A forward costs 2 FLOPs per weight and token, and attention 4 x row x query width a layer and token, of which a
     causal kernel does half and one that is handed a mask all. Backward costs that once for the inputs and once for
     trained weights, attention 2.5 times (Kaplan et al. 2020; Dao 2023, 4.1). Kernels, and the bytes that they read and
-    write per token beside matmuls, are those of transformers' Llama under bf16 autocast, as torch's dispatcher sees
+    write per token besides matmuls, are those of transformers' Llama under bf16 autocast, as torch's dispatcher sees
     them: a norm in fp32 is eight kernels that move 36 bytes an element.
     """
     full, dropout = recipe.tuning.method == "full", recipe.tuning.dropout > 0

@@ -18,7 +18,7 @@ SHORTEST = 8  # characters; shorter values are ordinary words
 def is_secret(name: str) -> bool:
     """Whether a variable or parameter of this name holds a secret: HF_TOKEN, api_key, db_password.
 
-    A key or token is the last word of the name: KEYBOARD_LAYOUT, key_metric and tokens_per_step are none, and
+    A key or token is the last word of the name: KEYBOARD_LAYOUT, key_metric and tokens_per_step are not secrets, and
     pad_token is one of a tokenizer.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]

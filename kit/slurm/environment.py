@@ -56,7 +56,7 @@ def exports(environment: Mapping[str, str]) -> list[str]:
 
 
 def setup(cluster: Cluster) -> str:
-    """The profile's set-up lines (slurm.setup) as shell code; empty where there are none."""
+    """The profile's set-up lines (slurm.setup) as shell code, or an empty string."""
     if not cluster.slurm.setup:
         return ""
     lines = "".join(f"{line}\n" for line in cluster.slurm.setup)
