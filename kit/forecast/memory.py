@@ -125,7 +125,7 @@ def _activations(s: Shape, recipe: Recipe, y: Layout) -> Activations:
 
 
 def _normed(s: Shape) -> tuple[int, bool]:
-    """How wide a token is in all norms of a layer together, and whether they are RMS norms; derived from the parameters."""
+    """How wide a token is in all norms of a layer together, and whether they are RMS norms; from the parameters."""
     block, biased = s.norms * s.hidden, any(x.parameters > x.copies * x.inputs * x.outputs for x in s.linears)
     rest = s.vectors - block
     if rest == block and (biased or rest != s.query + s.key):
