@@ -24,7 +24,6 @@ from kit.cli.base import (
     warn,
 )
 from kit.errors import InputError
-from kit.show import Answer
 
 app = typer.Typer(**SETTINGS)
 CLUSTER, JOBS = "Cluster", "Jobs"
@@ -74,19 +73,16 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check sbatch scripts; exit 1 where there is an error."""
-    from dataclasses import asdict
-
-    from kit.lint.lint import fix_file
+    from kit.lint.fixes import fix_file
     from kit.slurm.linting import lint_scripts
 
     profile = load_cluster(cluster) if cluster else None
     if fix:
         for script in scripts:
             fix_file(script)
-    found = lint_scripts(scripts, profile)
-    lines = [f"{f.file}:{f.line}: {f.severity} {f.rule}: {f.message} {f.fix}" for f in found]
-    emit(Answer({"findings": [asdict(finding) for finding in found]}, *lines), as_json)
-    finish(any(finding.severity == "error" for finding in found))
+    report = lint_scripts(scripts, profile)
+    emit(report, as_json)
+    finish(bool(report.errors))
 
 
 @app.command(rich_help_panel=JOBS)

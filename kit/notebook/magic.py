@@ -17,7 +17,7 @@ from IPython.display import display
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError
 from kit.lint.lint import lint
-from kit.lint.report import Report
+from kit.lint.report import LintReport
 from kit.lint.script import Script
 from kit.lint.shell import Code
 from kit.slurm.client import version
@@ -45,16 +45,16 @@ def sbatch(line: str, cell: str) -> Run | None:
     shell, options = get_ipython(), OPTIONS.parse_args(shlex.split(line))
     cluster = Cluster.load(options.cluster) if options.cluster else None
     script = fill(cell, shell.ev)
-    findings = lint(script, "cell", site_of(cluster, version()))
-    if findings:
-        display(Report(script, findings))
+    report = LintReport({"cell": script}, lint(script, "cell", site_of(cluster, version())))
+    if report.findings:
+        display(report)
     if options.dry_run:
         print(f"{script}\n# Nothing was submitted because of --dry-run.")
         return None
-    errors = [finding.rule for finding in findings if finding.severity == "error"]
-    if errors and not options.anyway:
-        raise KitError(f"Not submitted: {', '.join(errors)}. Correct the script, or use %%sbatch --anyway.")
-    name = options.name or Script(script).value("job-name") or "cell"
+    if report.errors and not options.anyway:
+        rules = ", ".join(finding.rule for finding in report.errors)
+        raise KitError(f"Not submitted: {rules}. Correct the script, or use %%sbatch --anyway.")
+    name = options.name or Script(script).request.value("job-name") or "cell"
     return launch_script(script, cluster or Cluster("unnamed"), re.sub(r"[^\w.-]", "-", name))
 
 
@@ -73,7 +73,7 @@ def fill(cell: str, look_up: Callable[[str], object]) -> str:
             inside, quotable = "comment", "\n" not in quoted
         else:
             start = len(before.encode())
-            quotes = code.around(start, start + len(match[0])) & QUOTED
+            quotes = code.node_types(start, start + len(match[0])) & QUOTED
             inside, quotable = min(quotes, default=""), not quotes or quoted == " ".join(words)
         if not quotable:
             raise InputError(

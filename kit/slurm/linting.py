@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kit.config.cluster import Cluster
-from kit.lint.lint import Finding, lint_file, rule_text
+from kit.lint.lint import Finding, lint, read_script
+from kit.lint.report import LintReport
+from kit.lint.rule import RULE_TEXTS
 from kit.lint.site import Site
 from kit.slurm.client import command, version
 
@@ -28,17 +30,19 @@ def site_of(cluster: Cluster | None = None, release: str = "") -> Site:
     )
 
 
-def lint_scripts(paths: Iterable[Path], cluster: Cluster | None = None) -> list[Finding]:
-    """Findings in these files, for the Slurm of this machine.
+def lint_scripts(paths: Iterable[Path], cluster: Cluster | None = None) -> LintReport:
+    """The findings in files, for the Slurm of this machine and with sbatch's own verdict.
 
-    sbatch judges what the linter finds no fault in its options with. Raises InputError for a file that cannot be read.
+    Raises InputError for a file that cannot be read.
     """
     site = site_of(cluster, version())
-    return [finding for path in paths for finding in _lint_script(path, site)]
+    texts = {path: read_script(path) for path in paths}
+    findings = [finding for path, text in texts.items() for finding in _lint_script(path, text, site)]
+    return LintReport({str(path): text for path, text in texts.items()}, findings)
 
 
-def _lint_script(path: Path, site: Site) -> list[Finding]:
-    findings = lint_file(path, site)
+def _lint_script(path: Path, text: str, site: Site) -> list[Finding]:
+    findings = lint(text, str(path), site)
     refused = any(finding.severity == "error" and finding.rule.startswith("KS1") for finding in findings)
     return findings if refused or not site.release else [*findings, *sbatch_verdict(path)]
 
@@ -54,4 +58,5 @@ def sbatch_verdict(path: Path) -> list[Finding]:
     errors = "; ".join(re.findall("(?:error|failure): (.+)", answer))
     if not errors:
         return []
-    return [Finding(str(path), "KS108", "error", 1, f"sbatch refuses the script: {errors}.", rule_text("KS108").fix)]
+    message = f"sbatch refuses the script: {errors}."
+    return [Finding(str(path), "KS108", "error", 1, message, RULE_TEXTS["KS108"].fix)]

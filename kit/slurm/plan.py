@@ -17,7 +17,7 @@ from kit.data.dataset import find_prepared
 from kit.errors import InputError
 from kit.forecast.timing import Prediction, predict
 from kit.lint.lint import Finding, lint
-from kit.lint.report import Report
+from kit.lint.report import LintReport
 from kit.show import Part, Result, Table
 from kit.slurm import script as job_script
 from kit.slurm.client import available, command, version
@@ -30,6 +30,8 @@ RENDEZVOUS = (
     "at the address that Slurm has for the head node, on a free port chosen by the job id; every node checks that it "
     "reaches the head before any rank starts"
 )
+
+SCRIPT_NAME = "job.sbatch"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Plan(Result):
     def parts(self) -> Iterable[Part]:
         """The facts, and the findings with their lines."""
         yield self._table()
-        yield from Report(self.script, self.findings).parts()
+        if self.findings:
+            yield from LintReport({SCRIPT_NAME: self.script}, self.findings).parts()
 
     def _table(self) -> Table:
         rows = []
@@ -99,7 +102,7 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
     folder = Path(cluster.paths.runs).absolute() / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M')}"
     data, seconds = dataset.path if dataset else prepared.absolute(), job_script.warning_s(recipe, cluster, predicted)
     script = job_script.render(job_script.Job(recipe, cluster, folder, data, "drawn-at-launch", seconds))
-    findings = lint(script, "job.sbatch", site_of(cluster, version()))
+    findings = lint(script, SCRIPT_NAME, site_of(cluster, version()))
     findings = [found for found in findings if found.rule != LOG_FOLDER_RULE]  # the launch makes that folder
     start = estimate_start(script)
     facts = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from kit import files
 from kit.config.cluster import Cluster
 from kit.errors import InputError, KitError, SubmitError
-from kit.lint.shell import directives, options
+from kit.lint.options import directives, parse_options
 from kit.slurm import client, evidence, ledger, local, watcher
 from kit.slurm import script as job_script
 from kit.slurm.folder import RunFolder
@@ -118,7 +118,7 @@ def _environment(run: RunFolder) -> dict[str, str]:
 def options_for_own_script(run: RunFolder) -> list[str]:
     """sbatch's options for a user's own script: the array, and where its log goes unless the script says it."""
     array, text = run.info.get("array"), (run.path / "job.sbatch").read_text(errors="surrogateescape")
-    given = {setting.name for line, words in directives(text) for setting in options(words, line)[0]}
+    given = {setting.name for line, words in directives(text) for setting in parse_options(words, line).options}
     name = "%A_%a" if array or "array" in given else "%j"
     log = [] if "output" in given else [f"--output={run.path}/logs/slurm-{name}.out"]
     return [*log, f"--array={array}"] if array else log

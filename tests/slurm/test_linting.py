@@ -9,6 +9,7 @@ import pytest
 
 from kit.config.cluster import Cluster, Nodes, Slurm
 from kit.config.recipe import Recipe
+from kit.errors import InputError
 from kit.lint.lint import lint
 from kit.lint.site import Site
 from kit.slurm.client import version
@@ -56,12 +57,12 @@ def test_job_scripts_of_the_kit_have_no_finding(tmp_path: Path, name: str, versi
 
 
 @pytest.mark.slurm
-def test_a_live_slurm_has_the_last_word(live_slurm: Path, tmp_path: Path) -> None:
+def test_a_live_slurm_judges_what_the_linter_accepts(live_slurm: Path, tmp_path: Path) -> None:
     script = tmp_path / "a.sbatch"
     said = {}
     for asks in ("--nodes=1", "--nodes=99", "--partition=absent", "--mem=9999G"):
         script.write_text(script_with(asks))
-        said[asks] = " ".join(f.message for f in lint_scripts([script]))
+        said[asks] = " ".join(f.message for f in lint_scripts([script]).findings)
     assert said["--nodes=1"] == ""
     assert "node configuration is not available" in said["--nodes=99"] and "9999G" not in said["--nodes=99"]
     assert "invalid partition" in said["--partition=absent"] and "not available" in said["--mem=9999G"]
@@ -69,7 +70,7 @@ def test_a_live_slurm_has_the_last_word(live_slurm: Path, tmp_path: Path) -> Non
 
 
 @needs_sbatch
-def test_without_a_controller_sbatch_has_no_verdict_on_resources(
+def test_without_a_controller_sbatch_judges_options_but_not_resources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", str(client_configuration(tmp_path)))
@@ -81,13 +82,27 @@ def test_without_a_controller_sbatch_has_no_verdict_on_resources(
 
 
 @needs_sbatch
-def test_where_no_slurm_is_configured_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_configuration_sbatch_gives_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "a.sbatch").write_text(script_with("--nodes=1"))
     assert sbatch_verdict(tmp_path / "a.sbatch") == []
 
 
-def test_without_sbatch_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sbatch_no_verdict_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.sbatch").write_text(script_with("--nodes=2-x"))
     monkeypatch.setenv("PATH", "")
     assert sbatch_verdict(tmp_path / "a.sbatch") == []
+
+
+def test_the_report_has_the_lines_of_all_scripts(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.sbatch", tmp_path / "b.sbatch"]
+    for path in paths:
+        path.write_text(script_with(f"--output={path.name}"))
+    report = lint_scripts(paths)
+    assert [(finding.file, finding.rule) for finding in report.findings] == [(str(path), "KS202") for path in paths]
+    assert "--output=a.sbatch" in str(report) and "--output=b.sbatch" in str(report)
+
+
+def test_a_script_that_cannot_be_read_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        lint_scripts([tmp_path / "absent.sbatch"])

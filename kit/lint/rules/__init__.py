@@ -1,0 +1,10 @@
+"""The linter's rules, one module for each group. RULES has all of them, by id.
+
+Sources: sbatch(1) and srun(1) of 22.05, what that sbatch accepts, SchedMD's changelogs of later releases (CHANGELOG/ in
+SchedMD/slurm), torch.distributed.run, bash(1).
+"""
+
+from kit.lint.rule import RULES
+from kit.lint.rules import directives, ending, habits, logs, rendezvous, resources
+
+__all__ = ["RULES", "directives", "ending", "habits", "logs", "rendezvous", "resources"]
