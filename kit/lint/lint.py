@@ -7,6 +7,7 @@ from kit.errors import InputError
 from kit.lint.rule import Hit, Rule, Severity
 from kit.lint.rules import RULES
 from kit.lint.script import Script
+from kit.lint.secret import may_hold_secret
 from kit.lint.shell import as_written
 from kit.lint.site import Site
 
@@ -31,7 +32,8 @@ def lint(text: str, file: str = "script", site: Site | None = None) -> list[Find
 
 
 def _finding(file: str, rule: Rule, hit: Hit) -> Finding:
-    message = rule.text.message.replace("{}", as_written(hit.detail))
+    detail = "This line" if may_hold_secret(hit.detail) else as_written(hit.detail)
+    message = rule.text.message.replace("{}", detail)
     return Finding(file, rule.code, rule.text.severity, hit.line, message, rule.text.fix)
 
 

@@ -4,11 +4,11 @@ import re
 
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|PASSWORD|PASSWD)$")
 SECRET = re.compile(r"\b(?:hf_\w{30,}|gh[pousr]_\w{36}|sk-[\w-]{32,}|AKIA[0-9A-Z]{16}|glpat-[\w-]{20})\b")
-WANDB_KEY = re.compile(r"\b[0-9a-f]{40}\b")
+WANDB_KEY = re.compile(r"wandb\b.*\b[0-9a-f]{40}\b")
 
 
 def may_hold_secret(row: str) -> bool:
-    """Whether a line of a script may contain a secret, so that it must not be shown.
+    """Whether a line of a script, or a part of it, may contain a secret, so that it must not be shown.
 
     Wider than the rules: any text after a secret's name counts, unless it is an expansion.
     """

@@ -48,7 +48,7 @@ def _lint_script(path: Path, text: str, site: Site) -> list[Finding]:
 
 
 def sbatch_verdict(path: Path) -> list[Finding]:
-    """What `sbatch --test-only` refuses, as a finding; without an answer from Slurm there is none.
+    """What `sbatch --test-only` refuses, as a finding; without an answer from Slurm an empty list.
 
     sbatch parses options without a controller; limits and resources are judged by a controller that answers.
     """

@@ -57,6 +57,13 @@ def test_messages_do_not_repeat_a_secret() -> None:
     assert TOKEN not in str(found)
 
 
+@pytest.mark.parametrize("row", ["#SBATCH --export=ALL,HF_TOKEN=hunter2", "# SBATCH --export=HF_TOKEN=hunter2"])
+def test_a_directive_with_a_secret_is_not_repeated(row: str) -> None:
+    found = lint(f"#!/bin/bash\n#SBATCH --time=10\n{row}\nhostname\n{row}\n")
+    assert {"KS102", "KS103"} & {finding.rule for finding in found}
+    assert "hunter2" not in str(found)
+
+
 def test_the_log_folder_may_be_in_the_working_directory_or_next_to_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

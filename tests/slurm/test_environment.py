@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kit.check import probe, survey
+from kit.check import node_job, probe
 from kit.config.cluster import Cluster
 from kit.deploy import evaluate
 from kit.lint.lint import lint
@@ -21,7 +21,7 @@ def scripts(cluster, folder):
     asked = jobscript.options(cluster, job_name="sweep", nodes=1, ntasks=1, cpus_per_task=1)
     return {
         "prepare": batch._script(cluster, folder), "evaluate": evaluate._script(cluster, folder),
-        "check": survey.render_script(cluster, folder, 2, cluster.slurm.gres),
+        "check": node_job.render_script(cluster, folder, 2, cluster.slurm.gres),
         "probe": probe.render_script(cluster, folder), "sweep": jobscript.render(cluster, asked, body),
     }  # fmt: skip
 

@@ -1,5 +1,8 @@
 """The linter's rules, one module for each group. RULES has all of them, by id.
 
+To add a rule: a function with @rule in the module of its group, its texts in rules.toml, and in tests/lint/scripts.py
+a script that has the fault, a correct script that resembles it, and a correct script with one change.
+
 Sources: sbatch(1) and srun(1) of 22.05, what that sbatch accepts, SchedMD's changelogs of later releases (CHANGELOG/ in
 SchedMD/slurm), torch.distributed.run, bash(1).
 """

@@ -128,7 +128,7 @@ def _parsing_problem(option: Option) -> str:
     similar = difflib.get_close_matches(option.name.replace("_", "-"), OPTIONS, 1, 0.8)
     if option.problem is Problem.UNKNOWN and option.value.startswith("--") and not similar:
         return ""
-    return option.complaint + (f"; did you mean --{similar[0]}?" if similar else "")
+    return option.complaint + (f" (did you mean --{similar[0]}?)" if similar else "")
 
 
 def _long_options_with_one_dash(directive: Directive) -> Iterator[Hit]:

@@ -13,7 +13,10 @@ LOGS = ("output", "error")
 
 
 class MissingFolder(NamedTuple):
-    """The folder of a log that does not exist here. certain: whether it would be seen from here if it existed."""
+    """The folder of a log that does not exist here.
+
+    certain: it would be visible from here if it existed, or the script creates it, too late.
+    """
 
     hit: Hit
     certain: bool
@@ -32,8 +35,8 @@ def _missing_folders(script: Script) -> Iterator[MissingFolder]:
         exists = any((place / folder).is_dir() for place in (Path(), Path(script.file).parent))
         if exists or re.search(r"[$<{%~]", str(folder)):
             continue
-        mount_is_here = Path(*folder.parts[:2]).is_dir() if folder.is_absolute() else Path(script.file).is_file()
-        yield MissingFolder(Hit(option.line, str(folder)), mount_is_here or folder in created)
+        visible = Path(*folder.parts[:2]).is_dir() if folder.is_absolute() else Path(script.file).is_file()
+        yield MissingFolder(Hit(option.line, str(folder)), visible or folder in created)
 
 
 @rule("KS201")
