@@ -1,13 +1,13 @@
 """Fixtures of all tests, and the groups in which tests run side by side (pytest-xdist).
 
-Under `--dist loadgroup` a group stays in one worker. The groups are:
+Under `--numprocesses` a group stays in one worker. The groups are:
 
 - `slurm`: tests on the session's Slurm, which stop nodes and count jobs;
 - `browser`: the other tests that need Chromium;
-- otherwise the test's module, so that its fixtures are made once; modules of SPLIT have no such fixtures, and their
-  tests go to any worker.
+- otherwise the test's module, so that its fixtures are made once.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -28,7 +28,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
 ORACLES = Path(sys.prefix) / "oracles"
-SPLIT = ()
 SHARED_FOLDER = pytest.StashKey[Path]()
 
 
@@ -43,24 +42,37 @@ def pytest_unconfigure(config):
 
 
 def group_of(item):
-    """The xdist group of a test; empty where it may run in any worker."""
+    """The name of a test's group."""
     if "slurm_root" in item.fixturenames:
         return "slurm"
     if item.get_closest_marker("browser"):
         return "browser"
-    module = item.nodeid.partition("::")[0]
-    return "" if module in SPLIT else module
+    return item.nodeid.partition("::")[0]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Mark the groups, and put the longest first: the Slurm, the browser, then by the number of slow tests."""
-    slow = Counter(group_of(item) for item in items if item.get_closest_marker("slow"))
+    """Put the longest groups first: the Slurm, the browser, then by the number of slow tests; store the groups."""
+    groups = {item.nodeid: group_of(item) for item in items}
+    slow = Counter(groups[item.nodeid] for item in items if item.get_closest_marker("slow"))
     ranks = {"slurm": -2, "browser": -1}
-    items.sort(key=lambda item: (ranks.get(group_of(item), 0), -slow[group_of(item)]))
-    for item in items:
-        if not item.get_closest_marker("xdist_group") and (group := group_of(item)):
-            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (ranks.get(groups[item.nodeid], 0), -slow[groups[item.nodeid]]))
+    shared.store("groups.json", json.dumps(groups))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A scheduler that keeps a group in one worker. xdist 3.8's `--dist loadgroup` has no effect under pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    groups = {}
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            if not groups:  # the workers have collected by now
+                groups.update(json.loads(shared.stored("groups.json")))
+            return groups[nodeid]
+
+    return GroupScheduling(config, log)
 
 
 def until(found, seconds=60):

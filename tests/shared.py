@@ -74,6 +74,19 @@ def once(name: str, build: Callable[[Path], object]) -> Path:
         return path
 
 
+def store(name: str, text: str) -> None:
+    """Write a file of the session; readers see the complete text."""
+    folder = Path(os.environ[VARIABLE])
+    partial = folder / f"{name}.{os.getpid()}"
+    partial.write_text(text)
+    partial.replace(folder / name)
+
+
+def stored(name: str) -> str:
+    """The text of a file of the session."""
+    return (Path(os.environ[VARIABLE]) / name).read_text()
+
+
 def stop_at_end(*command: object) -> None:
     """Run this command when the session ends."""
     with locked("stop") as folder, (folder / "stop.jsonl").open("a") as stops:
