@@ -1,8 +1,8 @@
 """`kit.check`: what this cluster is, by Slurm, by this machine and by a small job on every node."""
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,16 +10,14 @@ from kit import figures
 from kit.check.controller import detect
 from kit.check.facts import Finding
 from kit.check.gpus import Matrix, read_topology
+from kit.check.judge import judge_node
 from kit.check.machine import inspect_machine
 from kit.check.node_job import inspect_nodes
 from kit.check.profile import FilledProfile, fill
-from kit.config import schema
 from kit.config.cluster import Cluster
 from kit.show import Part, Result, Table
 
 SLURM = "Slurm"
-AT_LEAST = ("nodes.count", "nodes.gpus", "nodes.gpu_memory_gib", "nodes.cpus", "nodes.ram_gib")
-TOLERANCE = 0.97  # a node may have 3 % less than its profile says: firmware and the kernel take some memory
 
 
 @dataclass(frozen=True)
@@ -132,24 +130,5 @@ def survey(cluster: Cluster, nodes: int | None = None, say: Callable[[str], None
     if "usable" in known:  # Slurm answers, so that this is a login node
         compute = tuple(place for place in places if place not in (SLURM, here))
     login = places[here][0].facts
-    judged = {place: [_judge(finding, cluster, login) for finding in places[place]] for place in compute}
+    judged = {place: [judge_node(finding, cluster, login) for finding in places[place]] for place in compute}
     return Survey(cluster, places | judged, compute)
-
-
-def _judge(finding: Finding, cluster: Cluster, login: Mapping[str, str]) -> Finding:
-    """The finding with a problem where a node has less than the profile says, or other software than the login node."""
-    problem, profile = finding.problem, schema.as_dict(cluster)
-    for key in (key for key in AT_LEAST if key in finding.facts):
-        table, name = key.split(".")
-        if finding.facts[key] < TOLERANCE * profile[table][name]:
-            problem = problem or f"the profile says {key} = {profile[table][name]}: set it to {finding.facts[key]}"
-    own_python = cluster.slurm.container.kind != "none" or cluster.slurm.python
-    if finding.name == "software" and not own_python:
-        unlike = [
-            f"{name} {version} on the login node"
-            for name, version in login.items()
-            if name != "driver" and finding.facts[name] != version
-        ]
-        if unlike:
-            problem = f"{', '.join(unlike)}: give all nodes one environment by slurm.setup"
-    return replace(finding, problem=problem)

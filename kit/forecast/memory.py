@@ -1,6 +1,6 @@
-"""Bytes per GPU, phase by phase, from a model's config.json and a recipe alone; exact parameter counts; no torch.
+"""Bytes per GPU (weights, activations, gradients, optimizer) in each phase of a step, without torch.
 
-A closed form of what transformers 5, PEFT 0.20, accelerate 1.15 and TRL 1.16 allocate on each rank, their source read
+Only a model's config.json and a recipe are needed. A closed form of what transformers 5, PEFT 0.20, accelerate 1.15 and TRL 1.16 allocate on each rank, their source read
 tensor by tensor. Read off measurements: the intervals, `again` under DDP, an adapter's casts under FSDP1. Against 85
 peaks of tests/truth/h100.csv: rows of Llama-1B, Llama-3B and TinyLlama median 0.07%, 90th percentile 0.4%; the 49 rows
 of other models, on which no number was fitted, 0.05% and 0.4%, the worst 4.9% (gpt2's GELU in fp32). Rows of further

@@ -1,4 +1,4 @@
-"""Collect evidence about runs: ask Slurm or the local runner, write news into the ledgers, and judge the records."""
+"""Collect evidence about runs: ask Slurm or the local runner, write it into the ledgers, and pass the records to outcome.py."""
 
 import getpass
 import math

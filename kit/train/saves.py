@@ -1,4 +1,4 @@
-"""Saves of a training run: whether a new checkpoint is good, and which checkpoint training resumes from."""
+"""Saves of a training run: whether a new checkpoint is good, and which complete checkpoint training resumes from."""
 
 import shutil
 from collections.abc import Callable

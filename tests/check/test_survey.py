@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kit.check import mounts, node_job, survey
+from kit.check import judge, mounts, node_job, survey
 from kit.check.facts import Finding
 from kit.cli import main
 from kit.config.cluster import Cluster, Nodes, Paths, Slurm
@@ -69,14 +69,14 @@ def test_a_profile_takes_the_least_of_the_nodes_and_slurms_word_over_it(found):
 
 def test_a_node_with_less_than_its_profile_or_other_software_is_told_so():
     machine = Cluster("x", Nodes(gpus=8, cpus=64, ram_gib=1000.0))
-    judged = survey._judge(Finding("GPUs", "", "", "", {"nodes.gpus": 7}), machine, {})
+    judged = judge.judge_node(Finding("GPUs", "", "", "", {"nodes.gpus": 7}), machine, {})
     assert judged.problem == "the profile says nodes.gpus = 8: set it to 7"
-    assert not survey._judge(
+    assert not judge.judge_node(
         Finding("host", "", "", "", {"nodes.cpus": 64, "nodes.ram_gib": 990.0}), machine, {}
     ).problem
     login = {"Python": "3.12", "torch": "2.13", "driver": "none"}
     node = Finding("software", "", "", "", login | {"Python": "3.9", "driver": "580"})
-    assert survey._judge(node, machine, login).problem == (
+    assert judge.judge_node(node, machine, login).problem == (
         "Python 3.12 on the login node: give all nodes one environment by slurm.setup"
     )
 
