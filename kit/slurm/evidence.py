@@ -1,4 +1,4 @@
-"""Collect evidence about runs: ask Slurm or the local runner, write it into the ledgers, and pass the records to outcome.py."""
+"""Collect evidence about runs: ask Slurm or the local runner, update the ledgers, and let outcome.py decide."""
 
 import getpass
 import math
