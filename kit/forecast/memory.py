@@ -2,7 +2,7 @@
 
 Only a model's config.json and a recipe are needed. The formulas are a closed form of what transformers 5, PEFT 0.20,
 accelerate 1.15 and TRL 1.16 allocate on each rank, read off their source tensor by tensor. Measured, and not derived:
-the intervals, `again` under DDP, an adapter's casts under FSDP1. Error against 85 peaks of tests/truth/h100.csv: rows of
+the intervals, `again` under DDP, an adapter's casts under FSDP1. Error on 85 peaks of tests/truth/h100.csv: rows of
 Llama-1B, Llama-3B and TinyLlama median 0.07%, 90th percentile 0.4%; the 49 rows of other models, on which no number was
 fitted, 0.05% and 0.4%, at worst 4.9% (gpt2's GELU in fp32). Further families, forecast blind: tests/truth/blind.md.
 """
