@@ -35,7 +35,7 @@ SHAPES = {"1B": "meta-llama/Llama-3.2-1B-Instruct", "8B": "meta-llama/Llama-3.1-
 
 def model_folder(size: str, tokenizer: Path, out: Path) -> Path:
     """A model of a published shape with random weights and a small tokenizer; the 8B one is made on each GPU."""
-    shapes = json.loads((REPOSITORY / "kit" / "shapes.json").read_text())
+    shapes = json.loads((REPOSITORY / "kit" / "forecast" / "shapes.json").read_text())
     shape = shapes[SHAPES[size]]
     while isinstance(shape, str):
         shape = shapes[shape]

@@ -102,7 +102,7 @@ def random_model(recipe: Recipe, sharded: bool) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    table = json.loads((REPOSITORY / "kit" / "shapes.json").read_text())
+    table = json.loads((REPOSITORY / "kit" / "forecast" / "shapes.json").read_text())
     shape = table[recipe.model.name]
     while isinstance(shape, str):
         shape = table[shape]
