@@ -102,6 +102,6 @@ def test_a_file_without_faults_is_not_written(tmp_path: Path) -> None:
 
 
 def test_a_fault_counted_beyond_the_last_line_is_left_alone() -> None:
-    text = "hostname -8 -n2\nC='\ny'\nsrun bash -c \"$C"
+    text = "#SBATCH -n2\nC='\ny'\nsrun bash -c \"$C"
     assert max(finding.line for finding in lint(text)) > text.count("\n") + 1
     assert text.splitlines()[-1] in fix(text)
