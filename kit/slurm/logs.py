@@ -14,6 +14,7 @@ from kit.show import Part, Result
 from kit.slurm.states import JobState
 
 # torch's elastic agent prints a block for each failed rank (torch/distributed/elastic/multiprocessing/errors).
+_ROOT_CAUSE = "Root Cause (first observed failure)"  # torch.distributed.elastic
 _FAILED_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
 # slurmstepd prints a line when Slurm ends a job or a step (slurmstepd/req.c, _handle_signal_container and others).
 _SLURM_KILL = re.compile(
@@ -115,8 +116,12 @@ def find_exception(log: str) -> LoggedException | None:
 
 
 def find_dead_rank(log: str) -> DeadRank | None:
-    """The first rank that died by itself; a rank that SIGTERM ended died because of another one."""
-    dead = [DeadRank(int(rank), int(code)) for rank, code in _FAILED_RANK.findall(log)]
+    """The first rank that died by itself; a rank that SIGTERM ended died because of another one.
+
+    torchrun lists the first failure under "Root Cause", after the ranks that it ended itself, by SIGKILL if need be.
+    """
+    found = _FAILED_RANK.findall(log[log.rfind(_ROOT_CAUSE) :]) if _ROOT_CAUSE in log else []
+    dead = [DeadRank(int(rank), int(code)) for rank, code in found + _FAILED_RANK.findall(log)]
     return next((one for one in dead if one.exit_code != SIGTERM_EXIT), dead[0] if dead else None)
 
 

@@ -7,5 +7,5 @@ lacks() {
 [ -d "$KIT_RUN/state" ] || lacks "$KIT_RUN" "every node must see paths.runs"
 python='{{python}}'
 command -v "$python" > /dev/null || lacks "$python" "set slurm.python, or the lines of slurm.setup,"
-"$python" -m kit.train.sampler "$KIT_RUN" &
+"$python" -m kit.train.sampler "$KIT_RUN" --parent $$ &
 exec "$python" -m kit.slurm.rendezvous "$KIT_RUN" '{{launcher}}'

@@ -124,17 +124,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kit.train.sampler")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between samples (default 1)")
+    parser.add_argument(
+        "--parent", type=int, default=os.getppid(), help="process with which to end (default: the parent)"
+    )
     asked = parser.parse_args(argv)
     if not asked.run.is_dir():
         parser.error(f"{asked.run} is not a folder")
-    parent, stop = os.getppid(), threading.Event()
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     path = asked.run / "nodes" / f"{host}.jsonl"
     path.parent.mkdir(exist_ok=True)
     sampler = Sampler(host, dict(os.environ))
-    while not stop.wait(asked.every) and os.getppid() == parent:
+    while not stop.wait(asked.every) and os.getppid() == asked.parent:
         try:
             # Opened for each line: NFS sends a writer's pages to the server when the file is closed, not before.
             with path.open("a") as stream:

@@ -17,9 +17,8 @@ from kit.config.cluster import Cluster
 from kit.config.models import load_model
 from kit.config.recipe import Recipe
 from kit.deploy.adapter import export
-from kit.files import REPOSITORY, write_json
+from kit.files import REPOSITORY, read_json, write_json
 from kit.forecast.timing import predict
-from kit.notebook.compare import training_result
 from kit.slurm import launch as slurm
 from kit.watch.metrics import Metrics
 
@@ -91,7 +90,7 @@ def check(name: str, changes: dict[str, object], tokenizer: Path, out: Path) -> 
     losses = list(metrics.series["train/loss"].values)
     found = inspect(run.checkpoints()[-1])
     foreseen = predict(recipe, cluster)
-    seen |= training_result(run) | {
+    seen |= read_json(run.state_folder.result) | {
         "losses": losses,
         "step_seconds": [round(v, 4) for v in metrics.series["train/step_s"].values],
         "losses_finer_than_bf16": any(torch.tensor(v).bfloat16().float().item() != v for v in losses),

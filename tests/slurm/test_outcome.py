@@ -138,6 +138,12 @@ def test_a_run_that_was_never_submitted_says_so():
     assert resolve("r", None, [], "", 0).state == "NOT SUBMITTED"
 
 
+def test_the_root_cause_is_named_and_not_a_rank_that_torchrun_had_to_kill():
+    log = AGENT.format(code=1).replace("exitcode  : -15", "exitcode  : -9")
+    assert find_dead_rank(log) == (0, 1)
+    assert find_cause(log).text == "rank 0 exited with code 1"
+
+
 def test_the_first_dead_rank_is_named_and_not_the_one_that_was_ended_with_it():
     assert find_dead_rank(AGENT.format(code=3)) == (0, 3)
     assert find_cause(AGENT.format(code=3)).text == "rank 0 exited with code 3"

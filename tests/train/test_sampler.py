@@ -46,6 +46,14 @@ def test_a_node_is_sampled_until_the_job_ends_it(tmp_path):
     assert {"gpus", "disk_gb_s"} <= third.keys()
 
 
+def test_it_ends_at_once_where_its_parent_ended_while_it_started(tmp_path):
+    (gone := subprocess.Popen(["true"])).wait()
+    command = [sys.executable, "-m", "kit.train.sampler", str(tmp_path), "--every", "0.1", "--parent", str(gone.pid)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run(command, env=env, timeout=60, check=False).returncode == 0
+    assert list((tmp_path / "nodes").iterdir()) == []
+
+
 def test_it_ends_with_its_parent(tmp_path):
     script = f"{sys.executable} -m kit.train.sampler {tmp_path} --every 0.1 & echo $!; wait"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "SLURMD_NODENAME": "node7"}
