@@ -12,6 +12,7 @@ SECRET_INSIDE = re.compile("password|api_?key|access_?key|secret_?key", re.IGNOR
 # Words before a final "token" that make it a token of a tokenizer, and before a final "key" one of a table or a dict.
 OF_TOKENIZERS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop", "start", "end", "image", "special", "per"}
 OF_TABLES = {"primary", "foreign", "sort", "group", "public", "dict", "row", "column", "text", "prompt"}
+WORKING_DIRECTORY = {"PWD", "OLDPWD"}  # of every shell
 SHORTEST = 8  # characters; shorter values are ordinary words
 
 
@@ -19,8 +20,10 @@ def is_secret(name: str) -> bool:
     """Whether a variable or parameter of this name holds a secret: HF_TOKEN, api_key, db_password.
 
     A key or token is the last word of the name: KEYBOARD_LAYOUT, key_metric and tokens_per_step are not secrets, and
-    pad_token is one of a tokenizer.
+    pad_token is one of a tokenizer. DB_PWD is a password, and PWD the working directory.
     """
+    if name in WORKING_DIRECTORY:
+        return False
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if SECRET_INSIDE.search(name) or SECRET_WORDS & set(words):
         return True
