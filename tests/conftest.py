@@ -10,6 +10,7 @@ Under `--numprocesses` a group stays in one worker. The groups are:
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ SHARED_FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_configure(config):
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that they start, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if folder := shared.create():
         config.stash[SHARED_FOLDER] = folder
 

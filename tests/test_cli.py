@@ -35,7 +35,8 @@ def test_what_runs_on_a_login_node_loads_nothing_heavy(code):
 
 def test_the_public_names_are_these():
     assert sorted(kit.__all__) == [
-        "Cluster", "InputError", "KitError", "Recipe", "Run", "check", "checkpoints", "explore", "launch",
+        "Cluster", "InputError", "KitError", "Recipe", "Run", "check", "checkpoints", "compare", "explore",
+        "launch",
         "load_ipython_extension", "plan", "predict", "prepare", "runs", "tune", "watch",
     ]  # fmt: skip
     assert all(callable(getattr(kit, name)) for name in kit.__all__)

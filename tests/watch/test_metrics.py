@@ -113,6 +113,7 @@ def test_the_steps_of_a_resumed_run_without_a_step_metric_go_on(tmp_path):
 
 def test_a_log_and_its_folder_name_the_run(tmp_path):
     log(tmp_path, [{"loss": 1.0}], run_id="older")
+    wait_for_another_second()
     log(tmp_path, [{"loss": 9.0}], run_id="newer")
     (path,) = tmp_path.rglob("run-older.wandb")
     for place in (path, path.parent):
@@ -160,8 +161,15 @@ def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
         Metrics(tmp_path / "nowhere")
 
 
+def wait_for_another_second():
+    """wandb names a run's folder by the second of its start."""
+    now = int(time.time())
+    until(lambda: int(time.time()) > now)
+
+
 def test_of_several_runs_in_a_folder_the_newest_is_taken(tmp_path):
     log(tmp_path, [{"loss": 1.0}], run_id="older")
+    wait_for_another_second()
     log(tmp_path, [{"loss": 9.0}], run_id="newer")
     metrics = read(tmp_path)
     assert metrics.run_id == "newer"
@@ -239,6 +247,7 @@ def test_logs_of_many_nodes_are_one_run(tmp_path, monkeypatch):
         until(lambda: readings(tmp_path / f"{rank}"))  # noqa: B023 - called at once
         run.finish(exit_code=3 * (1 - rank))
         wandb.teardown()
+        wait_for_another_second()
     (tmp_path / "0" / "wandb").rename(tmp_path / "wandb")
     for folder in (tmp_path / "1" / "wandb").glob("offline-run-*"):
         folder.rename(tmp_path / "wandb" / folder.name)
