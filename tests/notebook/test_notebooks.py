@@ -159,7 +159,7 @@ def test_its_outputs_fetch_nothing(executed):
 
 
 PICTURES = ".jp-OutputArea svg, .jp-OutputArea img"
-SHOWN = {"01_prepare_data": 2, "02_explore_memory": 4, "04_watch_run": 1, "06_compare_runs": 1}
+SHOWN = {"00_check_cluster": 1, "01_prepare_data": 1, "02_explore_memory": 4, "04_watch_run": 1, "06_compare_runs": 1}
 
 
 @pytest.fixture(scope="module")

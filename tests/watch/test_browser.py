@@ -160,7 +160,7 @@ def test_it_shows_new_rows_while_a_cell_runs_and_changes_no_other_cell(lab, run)
     begin(page, 0)
     page.wait_for_selector(".kit-board svg")
     begin(page, 2)
-    page.wait_for_selector(".jp-CodeCell >> nth=2 >> text=2")
+    page.wait_for_selector(".jp-CodeCell >> nth=2 >> text=/\\[2\\]:/")  # the prompt of a cell that has ended
     other = page.locator(".jp-CodeCell").nth(2).inner_text()
     begin(page, 1)
     rows = seconds_to_visible(page, run, 7)

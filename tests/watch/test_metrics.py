@@ -24,7 +24,7 @@ from tests.conftest import until
 def log(folder, rows, run_id="abc", exit_code=0, step=""):
     """One segment of a run, as a job writes it. Its folder is named by the second, so none may have this name yet."""
     (folder / "wandb").mkdir(parents=True, exist_ok=True)
-    until(lambda: not any((folder / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")))
+    until(lambda: not any((folder / "wandb").rglob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")))
     settings = wandb.Settings(silent=True, x_disable_stats=True)
     run = wandb.init(project="p", id=run_id, mode="offline", dir=str(folder / "wandb"), settings=settings)
     if step:
@@ -238,6 +238,7 @@ def test_system_metrics_of_wandb_are_used_where_no_node_is_sampled(tmp_path, mon
 def test_logs_of_many_nodes_are_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.2")
     for rank in (0, 1):
+        until(lambda: not any(tmp_path.rglob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")))  # named by the second
         settings = wandb.Settings(
             silent=True, x_stats_sampling_interval=0.3, x_label=f"node-{rank}", x_primary=rank == 0,
         )  # fmt: skip
