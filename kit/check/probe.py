@@ -16,6 +16,7 @@ from kit.errors import InputError, KitError
 from kit.slurm import environment as jobscript
 
 LAUNCHES = 2000  # small kernels in a row: their time is the host's, not the GPU's
+SLOWEST_PART = 0.011  # of a link that the profile can state: its efficiency is at least 0.01
 CPU_RANKS = 2  # processes on a node without GPUs
 NORM_BYTES = 36  # read and written per element by a norm of bf16 in fp32, as transformers computes it
 
@@ -64,7 +65,9 @@ def apply(found: dict[str, Any], cluster: Cluster) -> Cluster:
         if key not in ranks[0]:
             return old
         slowest = min(rank[key] for rank in ranks)
-        return replace(old, gb_s=max(old.gb_s, slowest), efficiency=round(slowest / max(old.gb_s, slowest), 3))
+        if slowest >= old.gb_s or slowest < SLOWEST_PART * old.gb_s:  # the profile's figure describes another link
+            return replace(old, gb_s=round(slowest, 6), efficiency=1.0)
+        return replace(old, efficiency=round(slowest / old.gb_s, 3))
 
     links = Links(link(cluster.links.intra, "intra_gb_s"), link(cluster.links.inter, "inter_gb_s"))
     if on_gpu:

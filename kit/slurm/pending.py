@@ -20,6 +20,7 @@ REASONS = {
     "launch failed requeued held": "Slurm could not start it and holds it: `scontrol release` it",
     "JobArrayTaskLimit": "as many tasks of the array run as it allows",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
+    "Nodes required for job are DOWN": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
     "PartitionDown": "the partition is closed",
     "PartitionTimeLimit": "it asks for more time than the partition gives: lower slurm.time and submit again",
     "PartitionNodeLimit": "it asks for more nodes than the partition gives: lower parallel.nodes and submit again",

@@ -42,6 +42,13 @@ def test_a_link_that_beats_its_profile_corrects_it():
     assert found.gb_s == pytest.approx(304.5, abs=0.1)
 
 
+def test_a_link_far_below_its_profile_corrects_it():
+    """305 GB/s of 100,000 is an efficiency of 0.003, less than a profile can state."""
+    fast = Cluster("h100", H100.nodes, Links(Link("wrong", 100_000.0)))
+    found = probe.apply(json.loads(TRUTH.read_text()), fast).links.intra
+    assert found.gb_s * found.efficiency == pytest.approx(304.5, abs=0.1)
+
+
 def test_a_probe_of_another_machine_is_refused(local):
     with pytest.raises(InputError, match="ran on NVIDIA H100 80GB HBM3, and local has nodes"):
         probe.apply(json.loads(TRUTH.read_text()), local)

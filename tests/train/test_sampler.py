@@ -47,7 +47,7 @@ def test_a_node_is_sampled_until_the_job_ends_it(tmp_path):
 
 
 def test_it_ends_at_once_where_its_parent_ended_while_it_started(tmp_path):
-    (gone := subprocess.Popen(["true"])).wait()
+    (gone := subprocess.Popen([sys.executable, "-c", ""])).wait()
     command = [sys.executable, "-m", "kit.train.sampler", str(tmp_path), "--every", "0.1", "--parent", str(gone.pid)]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     assert subprocess.run(command, env=env, timeout=60, check=False).returncode == 0
