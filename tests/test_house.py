@@ -190,7 +190,7 @@ def test_every_environment_variable_is_listed_in_one_place():
 
 # Words of an earlier style in kit/, and how often each may occur at most. A number may only fall.
 OLD_WORDS = {
-    "is told": 0, "told": 0, "(?<!there )is none": 0, "of its own": 2, "nobody": 1, "stands": 1,
+    "is told": 0, "told": 0, "(?<!there )is none": 0, "of its own": 0, "nobody": 0, "stands": 0,
     "lies": 1, "mends?": 0, "beside": 2, "whole": 31,
 }  # fmt: skip
 

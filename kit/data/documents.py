@@ -34,7 +34,7 @@ BATCH_CHARACTERS = 2**19  # encoded at a time
 
 @dataclass(frozen=True)
 class PartReport:
-    """What is known of a part beside its documents: PART.json, written after PART.arrow."""
+    """What is known of a part in addition to its documents: PART.json, written after PART.arrow."""
 
     index: int
     count: int

@@ -26,7 +26,7 @@ MEASURED = 2000  # conversations on which the fertility is measured
 
 @dataclass(frozen=True)
 class TrainedTokenizer(Result):
-    """A new tokenizer folder for AutoTokenizer, and its fertility by language on texts of its own source."""
+    """A new tokenizer folder for AutoTokenizer, and its fertility by language on texts of its training source."""
 
     folder: Path
     vocab_size: int
@@ -113,7 +113,7 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Any:
     )
     try:
         tokenizer.train_from_iterator(texts, trainer)
-    except Exception as error:  # tokenizers raises no class of its own for this
+    except Exception as error:  # tokenizers has no exception class for this
         if "not large enough" not in str(error):
             raise
         return None

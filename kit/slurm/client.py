@@ -154,6 +154,11 @@ def partitions() -> list[str]:
     return command("sinfo", "-h", "-o", "%P").stdout.split()
 
 
+def unavailable_nodes() -> str:
+    """Nodes that are down, drained, failing or reserved for maintenance, as a hostlist; empty if all can be used."""
+    return ",".join(command("sinfo", "-h", "-t", "down,drain,fail,maint", "-o", "%N").stdout.split())
+
+
 # ------------------------------------------------------------------------------------------------- the shared answer
 
 

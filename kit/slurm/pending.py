@@ -6,6 +6,7 @@ from kit.slurm.folder import RunFolder
 from kit.slurm.outcome import RunState
 from kit.slurm.states import JobState
 
+NODES_UNNAMED = "Nodes required for job are DOWN"  # ReqNodeNotAvail names the nodes, this reason does not
 # Source: squeue(1), JOB REASON CODES. Several codes contain these names, such as QOSMaxWallDurationPerJobLimit, so the
 # first that the code contains counts.
 REASONS = {
@@ -20,7 +21,7 @@ REASONS = {
     "launch failed requeued held": "Slurm could not start it and holds it: `scontrol release` it",
     "JobArrayTaskLimit": "as many tasks of the array run as it allows",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
-    "Nodes required for job are DOWN": "nodes that it needs are down, drained or reserved: see `sinfo -R`",
+    NODES_UNNAMED: "nodes that it needs are down, drained or reserved: see `sinfo -R`",
     "PartitionDown": "the partition is closed",
     "PartitionTimeLimit": "it asks for more time than the partition gives: lower slurm.time and submit again",
     "PartitionNodeLimit": "it asks for more nodes than the partition gives: lower parallel.nodes and submit again",
@@ -46,5 +47,7 @@ def _rows_of(job_id: str, rows: dict[str, JobRow]) -> list[JobRow]:
 
 def _explain(row: JobRow) -> str:
     words = next((text for code, text in REASONS.items() if code in row.reason), "see `man squeue`")
+    if NODES_UNNAMED in row.reason:
+        words += f"; now unavailable: {client.unavailable_nodes()}"
     start = "not known yet" if row.start == "N/A" else row.start
     return f"pending, reason {row.reason}: {words}; estimated start {start}"

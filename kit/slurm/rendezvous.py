@@ -170,7 +170,7 @@ class Head:
         return int(number), Software.from_json(facts)
 
     def _compare(self, found: Mapping[str, Software]) -> RendezvousError | None:
-        """What stands in the way of a start, if anything."""
+        """Why this job cannot start; None if it can."""
         head = self.node.head
         if missing := [name for name in self.node.hosts if name not in found]:
             return RendezvousError(
@@ -206,7 +206,7 @@ def _listen(ports: Sequence[int], backlog: int) -> socket.socket:
             if server.family == socket.AF_INET6:
                 server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             server.bind(("", port))
-            # Set after bind: this process gets a port that nobody uses, and torch's store, which sets it before, can
+            # Set after bind: this process gets a free port, and torch's store, which sets it before, can
             # then bind to it as well.
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.listen(backlog)

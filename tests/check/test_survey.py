@@ -21,7 +21,7 @@ from tests.conftest import REPOSITORY
 
 @pytest.fixture
 def small(monkeypatch):
-    """Trials of a few MiB, and hosts that answer at once: nobody listens on port 9 of this machine."""
+    """Trials of a few MiB, and hosts that answer at once: no process listens on port 9 of this machine."""
     monkeypatch.setattr(mounts, "SIZE", 16 << 20)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -113,7 +113,7 @@ def test_without_slurm_this_machine_is_looked_at_in_this_process(small, tmp_path
 def test_a_job_shows_both_nodes_of_a_live_slurm_side_by_side(live_slurm, small, capsys, tmp_path):
     profile = tmp_path / "two.toml"
     profile.write_text('name = "two"\n[nodes]\ncount = 2\n[slurm]\npartition = "gpu"\n[paths]\nruns = "runs"\n')
-    # Plain files stand for its GPUs, so what Slurm promises is not there; and that is what is told.
+    # Plain files stand for its GPUs, so that what Slurm promises is absent, and the survey reports it.
     assert main(["check", "--cluster", str(profile), "--write", str(profile), "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["findings"]
     problems = {(r["place"], r["name"]) for r in rows if r["problem"]}
@@ -206,7 +206,7 @@ def test_a_runs_folder_that_cannot_be_made_is_told_and_nothing_is_submitted(tmp_
 
 
 def test_a_node_that_does_not_see_the_folder_says_so(tmp_path):
-    """In a mount namespace of its own the node has an empty folder where the login node has the runs."""
+    """In a separate mount namespace the node has an empty folder where the login node has the runs."""
     (runs := tmp_path / "runs" / ".survey-1").mkdir(parents=True)
     (runs / "cluster.toml").write_text("")
     if os.getuid() or not shutil.which("unshare"):

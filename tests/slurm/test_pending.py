@@ -1,0 +1,31 @@
+"""Why a job waits: Slurm's reason in words, and the nodes that it does not name."""
+
+import os
+
+import pytest
+
+from kit.slurm.client import JobRow
+from kit.slurm.pending import _explain
+
+
+def waiting(reason):
+    return JobRow("7", "PENDING", "0", "0", "1", reason, "N/A", "", "job.sbatch")
+
+
+@pytest.fixture
+def sinfo(tmp_path, monkeypatch):
+    """A sinfo that gives a recorded answer: two lines, as for two partitions."""
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nprintf 'node2\\nnode[5-6]\\n'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_nodes_are_named_where_slurms_reason_does_not_name_them(sinfo):
+    reason = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+    text = _explain(waiting(reason))
+    assert "down, drained or reserved: see `sinfo -R`; now unavailable: node2,node[5-6]" in text
+
+
+def test_a_reason_that_names_its_nodes_is_enough(sinfo):
+    text = _explain(waiting("ReqNodeNotAvail, UnavailableNodes:node2"))
+    assert "down, drained or reserved" in text and "now unavailable" not in text
