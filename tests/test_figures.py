@@ -9,6 +9,7 @@ import pytest
 
 from kit import figures
 from kit.figures.base import COLOUR_OF
+from kit.figures.svg import INK
 
 PHASES = {"load": {"weights": 20.0, "optimizer": 0.0}, "step": {"weights": 20.0, "gradients": 4.0}}
 BARS = figures.bars("Memory <by> phase", "GiB", PHASES, ("capacity", 80.0))
@@ -85,3 +86,7 @@ def test_figures_load_without_plotly():
 
     code = "import sys, kit.figures; sys.exit('plotly' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_numbers_of_a_heat_map_are_readable_in_both_themes():
+    assert HEAT.plotly_dict()["data"][0]["textfont"]["color"] == INK

@@ -45,6 +45,7 @@ class Heat(Figure):
                 "ygap": 2,
                 "text": [[format_cell(float(value)) for value in row] for row in self.values],
                 "texttemplate": "%{text}",
+                "textfont": {"color": INK},  # plotly would choose black, which vanishes in a dark theme
             }
         ]
         layout = base_layout(self.title, self.x_label, self.y_label) | {"height": 150 + 34 * len(ys)}
