@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 from kit.callable_room import TARGETS
+from kit.show import CONTROLS
 
 _HOME = {
     "Cluster": "kit.config.cluster",
@@ -18,10 +19,12 @@ _HOME = {
     "prepare": "kit.data.dataset",
     "predict": "kit.forecast.predict",
     "explore": "kit.notebook.explorer",
-    "tune": "kit.forecast.tune",
+    "form": "kit.notebook.form",
+    "tune": "kit.notebook.tuning",
     "plan": "kit.slurm.plan",
     "launch": "kit.slurm.launch",
-    "runs": "kit.slurm.runs",
+    "launcher": "kit.notebook.launcher",
+    "runs": "kit.watch.runs",
     "compare": "kit.notebook.compare",
     "load_ipython_extension": "kit.notebook.magic",
 }
@@ -30,6 +33,7 @@ TARGETS |= {
     "kit.watch": ("kit.watch.board", "watch"),
     "kit.checkpoints": ("kit.deploy.outputs", "checkpoints"),
 }
+CONTROLS |= {"Run": ("kit.notebook.run_controls", "run_controls")}
 __all__ = [*(room.removeprefix("kit.") for room in TARGETS), *_HOME]
 __version__ = "0.2.0"
 

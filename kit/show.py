@@ -1,20 +1,39 @@
 """Results that show themselves in a notebook, on a terminal and in a pipe.
 
-A result class derives from `Result` and implements two methods: `as_dict()`, which `--json` prints, and `parts()`, the
-texts, tables and figures that a person sees. Everything else follows from these: HTML for notebooks, colour and tables
-for a terminal (rich), plain text for pipes.
+A result class derives from `Result`. It implements `parts()`, the texts, tables and figures that a person sees, and
+`as_dict()`, which `--json` prints, where that is more than the fields of its dataclass. Everything else follows from
+these: HTML for notebooks, colour and tables for a terminal (rich), plain text for pipes.
 """
 
 import html
+import importlib
+import importlib.util
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Mark = Literal["good", "warning", "bad"]
 RICH_STYLES: dict[Mark, str] = {"good": "green", "warning": "yellow", "bad": "red"}
-# Readable on white and on black; from the palette of figures.py.
-HTML_COLOURS: dict[Mark, str] = {"good": "#059669", "warning": "#d97706", "bad": "#dc2626"}
+# Readable as text on white and on black. kit.figures.palette has all other colours.
+HTML_COLOURS: dict[Mark, str] = {"good": "#009e73", "warning": "#a67c00", "bad": "#d55e00"}
+# Classes of results that have buttons in JupyterLab, by name -> module and function that make them; the face sets it.
+CONTROLS: dict[str, tuple[str, str]] = {}
+
+
+@dataclass(frozen=True)
+class LabCell:
+    """A cell of JupyterLab: its id, and the header of the message that ran it, which its outputs are addressed to."""
+
+    id: str
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+
+# The cell that a callback of its widgets belongs to: the message that starts a callback has no id of a cell.
+_callback_cell: ContextVar[LabCell | None] = ContextVar("callback_cell", default=None)
 
 
 @dataclass(frozen=True)
@@ -52,18 +71,43 @@ class Table:
         ]
         return "\n".join([self.title] * bool(self.title) + lines)
 
-    def __rich__(self) -> Any:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """A table, or a paragraph for each row where the terminal is too narrow for the words of the columns."""
+        needed = sum(widths := self._word_widths()) + 3 * len(widths) - 1  # columns are three blanks apart
+        yield self._rich_table(widths) if needed <= options.max_width else self._rich_paragraphs()
+
+    def _word_widths(self) -> list[int]:
+        """The length of the longest word of each column."""
+        cells = [[format_cell(value) for value in row] for row in self.rows]
+        columns = zip(self.columns, *cells, strict=True)
+        return [max((len(word) for text in column for word in text.split()), default=1) for column in columns]
+
+    def _rich_table(self, widths: Sequence[int]) -> Any:
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for name, right in zip(self.columns, self._numeric_columns(), strict=True):
-            table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+        for name, right, width in zip(self.columns, self._numeric_columns(), widths, strict=True):
+            table.add_column(Text(name), justify="right" if right else "left", overflow="fold", min_width=width)
         for index, row in enumerate(self.rows):
-            style = RICH_STYLES[self.marks[index]] if index in self.marks else None
-            table.add_row(*[Text(format_cell(value)) for value in row], style=style)
+            table.add_row(*[Text(format_cell(value)) for value in row], style=self._rich_style(index))
         return table
+
+    def _rich_paragraphs(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = [Text(self.title, style="bold")] if self.title else []
+        for index, row in enumerate(self.rows):
+            first, *others = zip(self.columns, map(format_cell, row), strict=True)
+            rest = "; ".join(f"{name} {text}" for name, text in others if text)
+            style = self._rich_style(index) or ""
+            lines.append(Text.assemble((first[1], f"bold {style}"), (f"  {rest}", style)))
+        return Group(*lines)
+
+    def _rich_style(self, row: int) -> str | None:
+        return RICH_STYLES[self.marks[row]] if row in self.marks else None
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": str(self)}
@@ -76,7 +120,7 @@ class Table:
         head = "".join(_html_cell("th", name, right) for name, right in zip(self.columns, numeric, strict=True))
         body = "".join(self._html_row(index, row, numeric) for index, row in enumerate(self.rows))
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<table class="mathjax_ignore">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
     def _html_row(self, index: int, row: Sequence[Any], numeric: Sequence[bool]) -> str:
         style = f' style="color:{HTML_COLOURS[self.marks[index]]}"' if index in self.marks else ""
@@ -108,8 +152,10 @@ class Result:
     """Base class of everything that the functions of `kit` return for a person to see."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON-ready values: what `--json` prints."""
-        raise NotImplementedError
+        """The result as JSON-ready values: what `--json` prints. Here the fields of a dataclass."""
+        from pydantic_core import to_jsonable_python
+
+        return dict(to_jsonable_python(self))
 
     def parts(self) -> Iterable[Part]:
         """The texts, tables and figures that a person sees, in order."""
@@ -125,7 +171,39 @@ class Result:
         return Group(*(part if isinstance(part, Table) else Text(str(part)) for part in self.parts()))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": "\n".join(_html_part(part) for part in self.parts()), "text/plain": str(self)}
+        return _bundle(list(self.parts()))
+
+    def _ipython_display_(self) -> None:
+        """In a notebook, show each figure in a separate output, as a front end draws one MIME type of an output.
+
+        In JupyterLab the buttons of its class follow. Raises NotImplementedError where there are neither figures nor
+        buttons, and outside of notebooks: IPython then shows the MIME bundle.
+        """
+        parts, controls = list(self.parts()), self.controls()
+        only_text = all(isinstance(part, str | Table) for part in parts)
+        if not in_kernel() or (only_text and controls is None):
+            raise NotImplementedError
+        from IPython.display import display
+
+        for is_text, group in groupby(parts, key=lambda part: isinstance(part, str | Table)):
+            shown = list(group)
+            if is_text:
+                display(_bundle(shown), raw=True)
+            else:
+                display(*shown)
+        if controls is not None:
+            display(controls)
+
+    def controls(self) -> Any:
+        """The widget with the buttons of this result in JupyterLab; None elsewhere."""
+        if type(self).__name__ not in CONTROLS or not has_widgets():
+            return None
+        module, function = CONTROLS[type(self).__name__]
+        return getattr(importlib.import_module(module), function)(self)
+
+
+def _bundle(parts: Sequence[Part]) -> dict[str, str]:
+    return {"text/html": "\n".join(map(_html_part, parts)), "text/plain": "\n".join(map(str, parts))}
 
 
 def _html_part(part: Part) -> str:
@@ -144,15 +222,48 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class Hours(float):
+    """A number of hours that tables show as a duration, such as "1 h 53 min"."""
+
+
+class Gigabytes(float):
+    """A number of GB (1e9 bytes) that tables show in a unit that fits, such as "57.3 kB"."""
+
+
 def format_cell(value: Any) -> str:
     """A value as people write it: thousands with commas, three significant digits below a thousand, yes and no."""
     if value is None:
         return ""
+    if isinstance(value, Hours):
+        return format_duration(3600 * value)
+    if isinstance(value, Gigabytes):
+        return format_bytes(1e9 * value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def format_count(number: float) -> str:
+    """A large number in three digits, such as "7.37 M" or "70.6 B"; below ten thousand as it is."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size and number >= 10_000:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def format_bytes(size: float) -> str:
+    """A size in three digits, such as "57.3 kB" or "4.86 GB"."""
+    for unit, unit_size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit_size:
+            return f"{size / unit_size:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun, which gets an "s" where there is not one, such as "1 document" or "2,000 rows"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_duration(seconds: float) -> str:
@@ -169,18 +280,48 @@ def format_duration(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook; IPython is not imported for it."""
+    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
 def in_lab() -> str:
     """The id of the running cell in JupyterLab; empty in any other front end, headless and outside of a kernel.
 
     JupyterLab sends the id with each request. papermill and nbclient do not, and must not get a widget, since nothing
     can draw it later.
     """
+    cell = lab_cell()
+    return cell.id if cell else ""
+
+
+def lab_cell() -> LabCell | None:
+    """The running cell in JupyterLab, or the one of the running callback; None elsewhere."""
+    if cell := _callback_cell.get():
+        return cell
     if "IPython" not in sys.modules:
-        return ""
+        return None
     from IPython import get_ipython
 
     kernel = getattr(get_ipython(), "kernel", None)
-    return str(kernel.get_parent().get("metadata", {}).get("cellId", "")) if kernel else ""
+    parent = kernel.get_parent() if kernel else {}
+    cell_id = parent.get("metadata", {}).get("cellId")
+    return LabCell(str(cell_id), parent["header"]) if cell_id else None
+
+
+def has_widgets() -> bool:
+    """Whether a cell in JupyterLab is running and ipywidgets is installed."""
+    return bool(in_lab()) and importlib.util.find_spec("ipywidgets") is not None
+
+
+@contextmanager
+def callback_of(cell: LabCell | None) -> Iterator[None]:
+    """Within it, `lab_cell` returns this cell: for callbacks of its widgets."""
+    token = _callback_cell.set(cell)
+    try:
+        yield
+    finally:
+        _callback_cell.reset(token)
 
 
 def progress_bar(total: float | None, description: str, unit: str = "it", shown: bool = True, **options: Any) -> Any:

@@ -7,6 +7,7 @@ Under `--numprocesses` a group stays in one worker. The groups are:
 - otherwise the test's module, so that its fixtures are made once.
 """
 
+import io
 import json
 import os
 import shutil
@@ -135,14 +136,14 @@ def tiny(smollm2):
     return shared.once("tiny", lambda folder: make_tiny(folder, smollm2))
 
 
-def make_tiny(folder, smollm2):
+def make_tiny(folder, smollm2, **changes):
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True, **changes,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
@@ -179,16 +180,31 @@ def kit_in(folder, *words):
     return done.stdout
 
 
+def train_finished_run(tiny, folder):
+    """Launch a run of six steps, which evaluates and saves at every second, through the notebook; wait for its end."""
+    from kit.notebook.demo import NOTEBOOKS
+    from kit.notebook.execute import execute
+
+    changes = {
+        "model.attention": "varlen", "parallel.activation_checkpointing": True, "tuning.dropout": 0.0,
+        "schedule.lr": 1e-3, "schedule.max_steps": 6, "schedule.eval_every": 2, "schedule.save_every": 2,
+    }  # fmt: skip
+    (folder / "r.toml").write_text(tiny_recipe(tiny).override(**changes).toml())
+    source = shutil.copy(NOTEBOOKS / "03_launch_run.ipynb", folder)  # found from each copy of the folder
+    values = {"recipe": "r.toml", "cluster": "local"}
+    execute(Path(source), folder / "03.ipynb", values, cwd=folder, stream=io.StringIO())
+    run = Run(next((folder / "runs").iterdir()))
+    assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
+
+
 @pytest.fixture
 def finished_run(tiny, tmp_path):
-    """A copy, in this test's folder, of the session's finished run; r.toml and the output of `kit launch` are there."""
+    """A copy, in this test's folder, of the session's finished run of two ranks, with r.toml and the executed 03.ipynb.
 
-    def train(folder):
-        (folder / "r.toml").write_text(tiny_recipe(tiny).toml())
-        launched = kit_in(folder, "launch", "r.toml", "--cluster", "local", "--wait", "--json")
-        (folder / "launch.json").write_text(launched)
-
-    shutil.copytree(shared.once("finished-run", train), tmp_path, dirs_exist_ok=True)
+    Its batch, learning rate, dropout and attention are those that tests/train compares with one process.
+    """
+    finished = shared.once("finished-run", lambda folder: train_finished_run(tiny, folder))
+    shutil.copytree(finished, tmp_path, symlinks=True, dirs_exist_ok=True)
     return Run(next((tmp_path / "runs").iterdir()))
 
 

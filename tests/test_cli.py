@@ -36,7 +36,7 @@ def test_what_runs_on_a_login_node_loads_nothing_heavy(code):
 def test_the_public_names_are_these():
     assert sorted(kit.__all__) == [
         "Cluster", "InputError", "KitError", "Recipe", "Run", "check", "checkpoints", "compare", "explore",
-        "launch",
+        "form", "launch", "launcher",
         "load_ipython_extension", "plan", "predict", "prepare", "runs", "tune", "watch",
     ]  # fmt: skip
     assert all(callable(getattr(kit, name)) for name in kit.__all__)
@@ -145,15 +145,14 @@ def test_prepare_and_launch_speak_json(recipe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_commands_of_one_run_from_launch_to_merge(finished_run, recipe, tmp_path, capsys):
+def test_the_commands_of_a_finished_run_from_its_state_to_the_merged_model(finished_run, recipe, tmp_path, capsys):
     run = str(finished_run.path)
-    assert Path(json.loads((tmp_path / "launch.json").read_text())["run"]).name == finished_run.path.name
     assert main(["state", run, "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["state"] == "COMPLETED" and state["exit_code"] == 0 and state["conflicts"] == []
     assert main(["runs"]) == 0 and "COMPLETED" in capsys.readouterr().out
     assert main(["watch", run, "--once", "--html", "board.html"]) == 0
-    assert "step 4 of 4" in capsys.readouterr().out and "<svg" in (tmp_path / "board.html").read_text()
+    assert "step 6 of 6" in capsys.readouterr().out and "<svg" in (tmp_path / "board.html").read_text()
     assert main(["checkpoint", "inspect", f"{run}/checkpoints/checkpoint-4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lora_tensors"] == 16  # 2 layers x 4 modules x A and B
     assert main(["checkpoint", "plan", "r.toml"]) == main(["checkpoint", "plan", Path(run).name]) == 0
@@ -176,6 +175,25 @@ def test_every_command_of_the_readme_exists():
         assert kit_command(*command.split(), "--help").returncode == 0, command
 
 
+@pytest.mark.parametrize("command", ["prepare", "predict", "tune", "lint", "launch", "state", "run", "sweep", "replay"])
+def test_the_example_of_a_command_is_refused_for_its_missing_files_and_not_for_its_options(command, capsys):
+    assert main([command, "--help"]) == 0
+    words = re.search(r"Example: (kit [^│]*)", " ".join(capsys.readouterr().out.split()))[1].split()
+    assert words[1] == command
+    assert main(words[1:]) == 2
+    assert "No such option" not in (refused := capsys.readouterr().err) and refused.startswith("kit: ")
+
+
 def test_every_link_of_the_readme_leads_to_a_file():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / "README.md").read_text())
     assert links and all((REPOSITORY / link).exists() for link in links)
+
+
+def test_a_reader_that_closes_the_pipe_early_ends_a_command_without_a_word():
+    """As `kit predict ... | head -1` does; 141 is the exit code of a program that SIGPIPE ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kit.cli", "predict", "demo", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+    process.stderr.close()

@@ -80,6 +80,7 @@ def test_download_requires_a_wheelhouse(project):
 
 SCRIPTS = [
     *(f"env/{name}" for name in ("setup", "test", "demo", "packages", "fresh", "slurm/up", "slurm/down")),
+    *(f"env/trainers/{name}" for name in ("environment.sh", "litgpt", "llamafactory")),
     "env/start_lab.sbatch",
     ".ci/run",
 ]

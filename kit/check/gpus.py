@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from kit.check.facts import Finding, run_program
+from kit.forecast.gpus import vendor_peak
 
 Matrix = dict[str, dict[str, str]]  # GPU -> device -> connection
 CONNECTIONS = {
@@ -33,7 +34,9 @@ def find_gpus() -> list[Finding]:
     # A cell is [N/A] where the driver does not know.
     name, total, reserved, generation, lanes = ("0" if cell.startswith("[") else cell for cell in rows[0])
     gib = (float(total) - float(reserved)) / 1024
-    facts = {"nodes.gpus": len(rows), "nodes.gpu": name, "nodes.gpu_memory_gib": round(gib, 1)}
+    facts: dict[str, Any] = {"nodes.gpus": len(rows), "nodes.gpu": name, "nodes.gpu_memory_gib": round(gib, 1)}
+    if peak := vendor_peak(name):
+        facts["nodes.gpu_bf16_tflops"] = peak
     models = ", ".join(f"{count} x {model}" for model, count in Counter(row[0] for row in rows).items())
     text = run_program("nvidia-smi", "topo", "-m")
     matrix = read_topology(text)

@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,11 +88,13 @@ def _examine(mount: Mount) -> Finding:
         if full and uses:
             problem = "nearly full: free space, or set another path"
         if mount.uses and not full:
-            rates = within(60, measure, next(iter(mount.uses.values())))
-            value += f"; {rates}"
-            facts = {"mount": mount.target, "write_gb_s": rates.write_gb_s, "read_gb_s": rates.read_gb_s}
+            wrote, read, cold = within(60, measure, next(iter(mount.uses.values())))
+            value += f"; writes {wrote:.2g}, reads {read:.2g} GB/s{'' if cold else ' from memory'}"
+            facts = {"mount": mount.target, "write_gb_s": wrote, "read_gb_s": read}
             if uses and uses <= PATHS:  # the profile has no storage table for this mount
-                facts |= _storage_fact(mount, rates)
+                name = re.sub(r"\W+", "_", mount.target.strip("/")) or "root"
+                table = {"path": mount.target, "kind": mount.kind, "gb_s": round(min(wrote, read), 2)}
+                facts[f"storage.{name}"] = table
     except TimeoutError:
         problem = "it does not answer: its server may be gone"
     except OSError as error:
@@ -101,26 +102,11 @@ def _examine(mount: Mount) -> Finding:
     return Finding(f"mount {mount.target}", value, f"/proc/mounts, a file of {SIZE >> 20} MiB", problem, facts)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """GB/s that one process wrote to disk and read back; `cold` if the file was evicted from memory before."""
+def measure(folder: Path) -> tuple[float, float, bool]:
+    """GB/s that one process wrote to disk and read back, and whether the file was evicted from memory in between.
 
-    write_gb_s: float
-    read_gb_s: float
-    cold: bool
-
-    def __str__(self) -> str:
-        return f"writes {self.write_gb_s:.2g}, reads {self.read_gb_s:.2g} GB/s{'' if self.cold else ' from memory'}"
-
-
-def _storage_fact(mount: Mount, rates: Rates) -> Mapping[str, Any]:
-    name = re.sub(r"\W+", "_", mount.target.strip("/")) or "root"
-    slower = round(min(rates.write_gb_s, rates.read_gb_s), 2)
-    return {f"storage.{name}": {"path": mount.target, "kind": mount.kind, "gb_s": slower}}
-
-
-def measure(folder: Path) -> Rates:
-    """Write a temporary file of SIZE bytes for at most LIMIT seconds, evict it, and read it back."""
+    Writes a temporary file of SIZE bytes, for at most LIMIT seconds, and reads for as long.
+    """
     block = os.urandom(BLOCK)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial-", buffering=0) as stream:
         start, path = time.perf_counter(), Path(stream.name)
@@ -138,4 +124,4 @@ def measure(folder: Path) -> Rates:
         start = time.perf_counter()
         while time.perf_counter() < start + LIMIT and stream.read(BLOCK):
             pass
-        return Rates(wrote, stream.tell() / (time.perf_counter() - start) / 1e9, cold)
+        return wrote, stream.tell() / (time.perf_counter() - start) / 1e9, cold

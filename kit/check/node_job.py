@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from kit import files
 from kit.check.facts import Finding
@@ -21,7 +20,6 @@ from kit.slurm.launch import launch_script
 from kit.slurm.run import Run
 
 PATIENCE = 600.0  # seconds that the job may wait and run before it is cancelled
-SKEW = 1.0  # seconds between the clocks of two nodes above which the times of files mislead
 PROFILE = "cluster.toml"
 
 
@@ -33,7 +31,6 @@ def inspect_nodes(
     try:
         folder.mkdir(parents=True)
         files.write(folder / PROFILE, cluster.toml())
-        started = time.time()
         run = launch_script(render_script(cluster, folder, nodes, gres), cluster, "survey")
         say(f"job {run.job_id} inspects {nodes} nodes; it takes a minute once it has started")
         outcome, answer_timeout = _wait(run, patience)
@@ -46,10 +43,7 @@ def inspect_nodes(
     if len(answers) < nodes:
         problem = f"{nodes - len(answers)} of {nodes} nodes gave no answer: {run.tail(lines=3)}"
     job = Finding("job", outcome, f"job {run.job_id}, {run.path.name}", problem)
-    found = {name: [Finding(**finding) for finding in answer["findings"]] for name, answer in answers.items()}
-    for name, answer in answers.items():
-        found[name].append(_clock(answer["time"], started, time.time()))
-    return {"Slurm": [job]} | found
+    return {"Slurm": [job]} | answers
 
 
 def _wait(run: Run, patience: float) -> tuple[str, float]:
@@ -57,7 +51,7 @@ def _wait(run: Run, patience: float) -> tuple[str, float]:
     try:
         end = run.wait(patience)
     except BaseException as error:  # Ctrl-C, or too long in the queue
-        pending = run.why_pending()
+        pending = run.state.pending
         run.cancel()
         if not isinstance(error, KitError):
             raise
@@ -65,22 +59,12 @@ def _wait(run: Run, patience: float) -> tuple[str, float]:
     return f"{end.state} {end.cause}".strip(), 60.0 if end.state == "COMPLETED" else 10.0
 
 
-def _collect(folder: Path, nodes: int, timeout: float) -> dict[str, dict[str, Any]]:
+def _collect(folder: Path, nodes: int, timeout: float) -> dict[str, list[Finding]]:
     last = time.monotonic() + timeout
     while len(list(folder.glob("*.json"))) < nodes and time.monotonic() < last:
         time.sleep(1)
-    return {path.stem: files.read_json(path) for path in sorted(folder.glob("*.json"))}
-
-
-def _clock(node_time: float, started: float, ended: float) -> Finding:
-    """A node's clock against the login node's: its task ran between the submission and the end of the job."""
-    how = "the time of the node's answer, between submission and end of the job"
-    problem = "the times of files mislead: have the clocks set by NTP"
-    if node_time > ended + SKEW:
-        return Finding("clock", f"at least {node_time - ended:.1f} s ahead of the login node's", how, problem)
-    if node_time < started - SKEW:
-        return Finding("clock", f"at least {started - node_time:.1f} s behind the login node's", how, problem)
-    return Finding("clock", "agrees with the login node's", how)
+    answers = {path.stem: files.read_json(path) for path in sorted(folder.glob("*.json"))}
+    return {name: [Finding(**finding) for finding in found] for name, found in answers.items()}
 
 
 def render_script(cluster: Cluster, folder: Path, nodes: int, gres: str) -> str:
@@ -106,8 +90,7 @@ def main() -> None:
         sys.exit(f"{name} does not see {folder}, which the login node made: set paths.runs to a folder that all share.")
     found = inspect_machine(Cluster.load(folder / PROFILE))
     found.append(Finding("shared folder", f"{folder.parent}: seen by both", f"read {folder.name}, wrote {name}.json"))
-    answer = {"time": time.time(), "findings": [asdict(finding) for finding in found]}
-    files.write_json(folder / f"{name}.json", answer)
+    files.write_json(folder / f"{name}.json", [asdict(finding) for finding in found])
 
 
 if __name__ == "__main__":

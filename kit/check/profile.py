@@ -2,8 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,15 @@ from tomlkit.items import AbstractTable
 from kit.config import schema
 from kit.config.cluster import Cluster, Nodes
 from kit.errors import InputError
-from kit.show import Part, Result
+from kit.show import Answer
 
 
-@dataclass(frozen=True)
-class FilledProfile(Result):
-    """A profile before and after it was filled."""
-
-    written: str
-    filled: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The text of the filled profile."""
-        return {"profile": self.filled}
-
-    def parts(self) -> Iterator[Part]:
-        """The lines of the filled profile; a plus marks what was added."""
-        yield "\n".join(line.rstrip() for line in difflib.ndiff(self.written.splitlines(), self.filled.splitlines()))
+def filled_profile(cluster: Cluster, facts: Mapping[str, Any]) -> Answer:
+    """The cluster's profile with the facts that it lacks; shown with a plus at each added line."""
+    written = cluster.toml(defaults=False)
+    filled = fill(written, facts)
+    lines = difflib.ndiff(written.splitlines(), filled.splitlines())
+    return Answer({"profile": filled}, "\n".join(line.rstrip() for line in lines))
 
 
 def fill(text: str, facts: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """`kit.check`: what this cluster is, by Slurm, by this machine and by a small job on every node."""
 
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,14 +10,16 @@ from kit import figures
 from kit.check.controller import detect
 from kit.check.facts import Finding
 from kit.check.gpus import Matrix, read_topology
-from kit.check.judge import judge_node
 from kit.check.machine import inspect_machine
 from kit.check.node_job import inspect_nodes
-from kit.check.profile import FilledProfile, fill
-from kit.config.cluster import Cluster
-from kit.show import Part, Result, Table
+from kit.check.profile import filled_profile
+from kit.config import schema
+from kit.config.cluster import NO_COMPILER, Cluster
+from kit.show import Answer, Part, Result, Table, progress_bar
 
 SLURM = "Slurm"
+AT_LEAST = ("nodes.count", "nodes.gpus", "nodes.gpu_memory_gib", "nodes.cpus", "nodes.ram_gib")
+TOLERANCE = 0.97  # a node may have 3 % less than its profile says: firmware and the kernel take some memory
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,16 @@ class Survey(Result):
         for place in (*self.nodes, SLURM):
             for finding in self.places[place]:
                 for key, value in finding.facts.items():
-                    if "." not in key:
+                    if "." not in key or merged.get(key) == NO_COMPILER:
                         continue
                     take_least = place != SLURM and isinstance(value, int | float)
                     merged[key] = min(merged.get(key, value), value) if take_least else value
         return merged
 
     @property
-    def profile(self) -> FilledProfile:
+    def profile(self) -> Answer:
         """The cluster's profile with the facts that it lacks."""
-        written = self.cluster.toml(defaults=False)
-        return FilledProfile(written, fill(written, self.facts))
+        return filled_profile(self.cluster, self.facts)
 
     @property
     def rates(self) -> Any:
@@ -118,7 +119,11 @@ def survey(cluster: Cluster, nodes: int | None = None, say: Callable[[str], None
     nodes to inspect, by default the profile's count; 0 submits no job.
     """
     here = socket.gethostname()
-    places = {SLURM: detect(cluster), here: inspect_machine(cluster)}
+    with progress_bar(2, "survey", "place") as bar:
+        places = {SLURM: detect(cluster)}
+        bar.update(1)
+        places[here] = inspect_machine(cluster)
+        bar.update(1)
     known = {key: value for found in (places[here], places[SLURM]) for f in found for key, value in f.facts.items()}
     local_gpus = next(f.facts["nodes.gpus"] for f in places[here] if "nodes.gpus" in f.facts)
     count = min(known.get("usable", 0), cluster.nodes.count if nodes is None else nodes)
@@ -132,3 +137,22 @@ def survey(cluster: Cluster, nodes: int | None = None, say: Callable[[str], None
     login = places[here][0].facts
     judged = {place: [judge_node(finding, cluster, login) for finding in places[place]] for place in compute}
     return Survey(cluster, places | judged, compute)
+
+
+def judge_node(finding: Finding, cluster: Cluster, login: Mapping[str, str]) -> Finding:
+    """The finding with a problem where a node has less than the profile says, or other software than the login node."""
+    problem, profile = finding.problem, schema.as_dict(cluster)
+    for key in (key for key in AT_LEAST if key in finding.facts):
+        table, name = key.split(".")
+        if finding.facts[key] < TOLERANCE * profile[table][name]:
+            problem = problem or f"the profile says {key} = {profile[table][name]}: set it to {finding.facts[key]}"
+    own_python = cluster.slurm.container.kind != "none" or cluster.slurm.python
+    if finding.name == "software" and not own_python:
+        unlike = [
+            f"{name} {version} on the login node"
+            for name, version in login.items()
+            if name != "driver" and finding.facts[name] != version
+        ]
+        if unlike:
+            problem = f"{', '.join(unlike)}: give all nodes one environment by slurm.setup"
+    return replace(finding, problem=problem)

@@ -3,14 +3,13 @@
 import importlib
 import mmap
 import os
-import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kit.checkpoints import pagecache
-from kit.checkpoints.loaders import loader_named
+from kit.checkpoints.loaders import loaders_for
 from kit.checkpoints.loaders.base import LoadRequest
 from kit.checkpoints.processes import join
 from kit.checkpoints.weights import read_headers
@@ -25,24 +24,12 @@ class RankSample:
     part of the files' pages that was in memory before, 0 to 1.
     """
 
-    node: str
     call_s: float
     touched_s: float
     wanted: int
     asked: int
     device: int
     residency: float
-
-
-def prepare() -> None:
-    """Import what any loader needs, so that no sample includes the time for it."""
-    for name in (
-        "safetensors.torch",
-        "torch.distributed.checkpoint.hf_storage",
-        "torch._dynamo",  # which DTensor imports at its first use
-        "kit.checkpoints.sharded",
-    ):
-        importlib.import_module(name)
 
 
 def sample(method: str, path: str, state: str, device: str) -> dict[str, Any]:
@@ -53,13 +40,12 @@ def sample(method: str, path: str, state: str, device: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    prepare()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=device)
     rank, world = join(device)
     request = LoadRequest(read_headers(Path(path)), Path(path), rank, world, device)
-    loader = loader_named(request.weights.format, method)
+    (loader,) = loaders_for(request.weights.format, [method])
     importlib.import_module(loader.package)
     (pagecache.evict if state == "cold" else pagecache.warm)(request.weights.files)
     residency = pagecache.residency(request.weights.files)
@@ -75,7 +61,6 @@ def sample(method: str, path: str, state: str, device: str) -> dict[str, Any]:
     touched = time.perf_counter()
     return asdict(
         RankSample(
-            node=socket.gethostname(),
             call_s=called - begun,
             touched_s=touched - begun,
             wanted=sum(tensor.nbytes for tensor in tensors),

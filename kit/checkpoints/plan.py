@@ -2,14 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.show import Part, Result, Table, format_duration
+from kit.show import Gigabytes, Part, Result, Table, format_duration
 from kit.slurm.run import Run
 from kit.watch.metrics import Metrics
 from kit.watch.series import Series
@@ -39,49 +38,8 @@ class Bound(StrEnum):
     """What decides how often to save."""
 
     FAILURES = "Young/Daly"
-    PREEMPTION = "preemption"
     TIME_LIMIT = "time limit"
-    LARGEST_LOSS = "largest loss"
-
-
-@dataclass(frozen=True)
-class SaveInputs:
-    """What a plan depends on. Sizes are in GB (1e9 bytes), times in seconds of wall time.
-
-    time_limit_s: of the job; infinite where there is none, or where the job ends earlier.
-    largest_loss_s: the most work that one accepts to lose.
-    blocked_s: how long a save stops training; 0 means for the complete write.
-    restart_s: what a restart reads before its first step, without the checkpoint.
-    preempted_every_s: mean time between preemptions.
-    notice_s: from the signal on which the job saves to its end. Where a write fits into it, neither the time limit nor
-    a preemption loses work.
-    step_s: one optimizer step; 0 means unknown.
-    """
-
-    checkpoint_gb: float
-    write_gb_s: float
-    gpus: int
-    nodes: int = 1
-    time_limit_s: float = math.inf
-    largest_loss_s: float = math.inf
-    preempted_every_s: float = math.inf
-    notice_s: float = 0
-    blocked_s: float = 0
-    restart_s: float = 0
-    step_s: float = 0
-    keep: int = 3
-    merged_gb: float = 0
-    base_gb: float = 0
-
-    @property
-    def write_s(self) -> float:
-        """Seconds until a save is on disk."""
-        return max(self.checkpoint_gb / self.write_gb_s, self.blocked_s)
-
-    @property
-    def cost_s(self) -> float:
-        """Seconds for which a save stops training."""
-        return self.blocked_s or self.write_s
+    RUN_LENGTH = "length of the run"
 
 
 @dataclass(frozen=True)
@@ -108,17 +66,22 @@ class SavePlan(Result):
     problems: tuple[str, ...]
     io: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The object that `kit checkpoint plan --json` prints."""
-        return dict(vars(self)) | {"problems": list(self.problems)}
-
     def parts(self) -> Iterable[Part]:
         """The interval and its reasons, then tables of bounds, storage and restarts."""
-        steps = f" (save_every = {self.steps})" if self.steps else ""
-        yield f"Save every {format_duration(self.interval_s)} of work{steps}; the {self.bound} decides."
+        if self.bound is Bound.RUN_LENGTH:
+            others = min(seconds for bound, seconds in self.bounds_s.items() if bound is not Bound.RUN_LENGTH)
+            yield (
+                f"Saving at the end is enough (save_every = 0): the run takes {format_duration(self.interval_s)}, less "
+                f"than the {format_duration(others)} between two saves that would lose least."
+            )
+        else:
+            steps = f" (save_every = {self.steps})" if self.steps else ""
+            yield f"Save every {format_duration(self.interval_s)} of work{steps}; the {self.bound} decides."
         yield from (f"Problem: {problem}" for problem in self.problems)
-        yield f"A save takes {self.write_s:.2g} s and blocks training for {self.blocked_s:.2g} s."
-        yield f"One failure in {self.mtbf_h:,.0f} h; {self.waste:.2%} of the time ends up in no saved work."
+        blocked = format_duration(self.blocked_s)
+        yield f"A save takes {format_duration(self.write_s)} and blocks training for {blocked}."
+        lost = "" if self.bound is Bound.RUN_LENGTH else f"; {self.waste:.2%} of the time ends up in no saved work"
+        yield f"One failure in {self.mtbf_h:,.0f} h{lost}."
         broken = "; it loses more than the 30 min that it promises" if self.rule_s > RULE_LEAST_S else ""
         rule = f"The rule max(30 min, 20 writes) saves every {format_duration(self.rule_s)}"
         yield f"{rule} and wastes {self.rule_waste:.2%}{broken}."
@@ -126,8 +89,9 @@ class SavePlan(Result):
             yield f"Reads and writes: {self.io}."
         bounds = [(bound.value, format_duration(seconds)) for bound, seconds in self.bounds_s.items()]
         yield Table(("bound", "save every"), bounds)
-        yield Table(("storage of the run", "GB"), list(self.storage_gb.items()))
-        yield Table(("a restart reads from", "seconds"), list(self.restore_s.items()))
+        yield Table(("storage of the run", "size"), [(name, Gigabytes(gb)) for name, gb in self.storage_gb.items()])
+        restarts = [(name, format_duration(seconds)) for name, seconds in self.restore_s.items()]
+        yield Table(("a restart reads from", "takes"), restarts)
 
 
 def useful_part(interval: float, cost: float, mtbf: float, restart: float = 0, limit: float = math.inf) -> float:
@@ -169,19 +133,41 @@ def _filling_interval(saves: int, cost: float, restart: float, limit: float) -> 
     return (limit - restart) / max(1, saves) - cost - 1e-3
 
 
-def plan_saves(inputs: SaveInputs, io: str = "") -> SavePlan:
-    """The interval that saves most work within the bounds of `inputs`.
+def plan_saves(
+    *,
+    checkpoint_gb: float,
+    write_gb_s: float,
+    gpus: int,
+    nodes: int = 1,
+    time_limit_s: float = math.inf,
+    blocked_s: float = 0,
+    restart_s: float = 0,
+    step_s: float = 0,
+    keep: int = 3,
+    merged_gb: float = 0,
+    base_gb: float = 0,
+    io: str = "",
+    run_s: float = math.inf,
+    restore_gb_s: Mapping[str, float] = RESTORE_GB_S,
+) -> SavePlan:
+    """The interval that saves most work. Sizes are in GB (1e9 bytes), times in seconds of wall time.
 
+    time_limit_s: of the job; infinite without a limit, or where the job ends earlier. blocked_s: how long a save
+    stops training; 0 means for the complete write. restart_s: what a restart reads before its first step, without the
+    checkpoint. step_s: one optimizer step; 0 means unknown. run_s: of the complete run; infinite where it is unknown.
+    restore_gb_s: storage, from which restarts are compared.
     Rotation deletes after the new checkpoint is written, hence keep + 1 checkpoints; 20 % of the volume stays free.
     """
-    cost, write = inputs.cost_s, inputs.write_s
-    loses_work = inputs.notice_s < write  # at a time limit or a preemption
-    failures = inputs.gpus / (MTBF_GPU_HOURS * 3600)
-    preemptions = 1 / inputs.preempted_every_s if loses_work else 0.0
-    mtbf = 1 / (failures + preemptions)
-    limit = max(1.0, inputs.time_limit_s - MARGIN_S) if loses_work else math.inf
-
-    bound, interval, bounds = _choose_bound(inputs, mtbf, limit, preemptions > failures)
+    write = max(checkpoint_gb / write_gb_s, blocked_s)
+    cost = blocked_s or write
+    mtbf = MTBF_GPU_HOURS * 3600 / gpus
+    limit = max(1.0, time_limit_s - MARGIN_S)
+    unlimited = best_interval(cost, mtbf)
+    bound, interval, bounds = Bound.FAILURES, unlimited, {Bound.FAILURES: unlimited}
+    if limit < math.inf:
+        interval = bounds[Bound.TIME_LIMIT] = best_interval(cost, mtbf, restart_s, limit)
+        if abs(interval / unlimited - 1) >= 0.05:
+            bound = Bound.TIME_LIMIT
     problems = []
     if interval < write:
         problems.append(
@@ -189,58 +175,28 @@ def plan_saves(inputs: SaveInputs, io: str = "") -> SavePlan:
             f"Use faster storage, fewer bytes or a longer {bound}. The interval shown is one write long."
         )
         interval = write
+    if run_s < interval:
+        bound, interval = Bound.RUN_LENGTH, run_s
+        bounds[bound] = run_s
     rule = max(RULE_LEAST_S, 20 * write)
-    restore_gb = inputs.checkpoint_gb + inputs.nodes * inputs.base_gb
+    kept = {"checkpoints": (keep + 1) * checkpoint_gb, "merged": merged_gb, "base": base_gb}
+    used, restore_gb = sum(kept.values()), checkpoint_gb + nodes * base_gb
     return SavePlan(
         interval_s=interval,
-        steps=max(1, int(interval / inputs.step_s)) if inputs.step_s else 0,
+        steps=max(1, int(interval / step_s)) if step_s and bound is not Bound.RUN_LENGTH else 0,
         bound=bound,
         bounds_s=bounds,
         write_s=write,
         mtbf_h=mtbf / 3600,
-        waste=1 - useful_part(interval, cost, mtbf, inputs.restart_s, limit),
+        waste=1 - useful_part(interval, cost, mtbf, restart_s, limit),
         rule_s=rule,
-        rule_waste=1 - useful_part(rule, cost, mtbf, inputs.restart_s, limit),
+        rule_waste=1 - useful_part(rule, cost, mtbf, restart_s, limit),
         blocked_s=cost,
-        storage_gb=_storage(inputs),
-        restore_s={name: restore_gb / rate for name, rate in RESTORE_GB_S.items()},
+        storage_gb=kept | {"free": used / 4, "total": used * 1.25},
+        restore_s={name: restore_gb / rate for name, rate in restore_gb_s.items()},
         problems=tuple(problems),
         io=io,
     )
-
-
-def _choose_bound(
-    inputs: SaveInputs, mtbf: float, limit: float, mostly_preempted: bool
-) -> tuple[Bound, float, dict[Bound, float]]:
-    """(the bound that decides, its interval, the intervals that all bounds ask for), in seconds."""
-    cost, restart = inputs.cost_s, inputs.restart_s
-    bound = Bound.PREEMPTION if mostly_preempted else Bound.FAILURES
-    interval = best_interval(cost, mtbf)
-    bounds = {bound: interval}
-    if limit < math.inf:
-        limited = bounds[Bound.TIME_LIMIT] = best_interval(cost, mtbf, restart, limit)
-        if abs(limited / interval - 1) >= 0.05:
-            bound = Bound.TIME_LIMIT
-        interval = limited
-    if inputs.largest_loss_s < math.inf:
-        # What was done since a background save began is not on disk either.
-        loss = bounds[Bound.LARGEST_LOSS] = inputs.largest_loss_s - (inputs.write_s - cost)
-        if loss < interval:
-            bound, interval = Bound.LARGEST_LOSS, loss
-            if limit < math.inf and loss > 0:
-                interval = _filling_interval(math.ceil((limit - restart) / (loss + cost)), cost, restart, limit)
-    return bound, interval, bounds
-
-
-def _storage(inputs: SaveInputs) -> dict[str, float]:
-    """GB on the volume over the run's life."""
-    kept = {
-        "checkpoints": (inputs.keep + 1) * inputs.checkpoint_gb,
-        "merged": inputs.merged_gb,
-        "base": inputs.base_gb,
-    }
-    used = sum(kept.values())
-    return kept | {"free": used / 4, "total": used * 1.25}
 
 
 def plan_for_recipe(recipe: Recipe, cluster: Cluster, blocked_s: float = 0) -> SavePlan:
@@ -248,12 +204,14 @@ def plan_for_recipe(recipe: Recipe, cluster: Cluster, blocked_s: float = 0) -> S
 
     blocked_s: how long saves of such a run were measured to block training, in seconds; 0 means unknown.
     """
-    from kit.forecast.timing import disk_rate, predict
+    from kit.forecast.steptime import disk_rate
+    from kit.forecast.timing import predict
 
     forecast, parallel = predict(recipe, cluster), recipe.parallel
-    storage = forecast.storage
-    ends_earlier = (forecast.time.wall_h or math.inf) * 3600 <= cluster.slurm.limit_s
-    inputs = SaveInputs(
+    storage, run_s = forecast.storage, (forecast.time.wall_h or math.inf) * 3600
+    ends_earlier = run_s <= cluster.slurm.limit_s
+    own = {"the storage of this run": disk_rate(cluster, cluster.paths.runs) / 1e9}
+    return plan_saves(
         checkpoint_gb=storage.checkpoint_gb,
         write_gb_s=disk_rate(cluster, cluster.paths.runs) / 1e9,
         gpus=recipe.world_size,
@@ -265,8 +223,10 @@ def plan_for_recipe(recipe: Recipe, cluster: Cluster, blocked_s: float = 0) -> S
         keep=recipe.schedule.keep,
         merged_gb=storage.merged_gb,
         base_gb=storage.merged_gb,
+        io=_io_pattern(recipe, storage.checkpoint_gb),
+        run_s=run_s,
+        restore_gb_s=own | (RESTORE_GB_S if cluster.nodes.gpus else {}),
     )
-    return plan_saves(inputs, _io_pattern(recipe, storage.checkpoint_gb))
 
 
 def _io_pattern(recipe: Recipe, gb: float) -> str:

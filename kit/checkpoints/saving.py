@@ -6,12 +6,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit.checkpoints.load_sample import prepare as prepare  # part of what kit.checkpoints.processes calls
 from kit.checkpoints.plan import save_blocks
 from kit.checkpoints.processes import fresh_ranks, join
 from kit.checkpoints.storage import mount
@@ -67,10 +66,6 @@ class SaveTimes(Result):
     methods: tuple[SaveTime, ...]
     run_blocked_s: dict[int, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The object that `kit checkpoint save --json` prints."""
-        return {"methods": [asdict(time) for time in self.methods], "run_blocked_s": self.run_blocked_s}
-
     def parts(self) -> Iterable[Part]:
         """A table of the methods, and one of the run's own saves."""
         columns = ("method", "ranks", "GB", "blocks training for", "on disk after", "GB/s", "storage")
@@ -102,7 +97,6 @@ def time_saves(
     ranks: Sequence[int] = (1,),
     methods: Sequence[str] | None = None,
     repeats: int = 3,
-    launcher: Sequence[str] = (),
     progress: bool = False,
 ) -> SaveTimes:
     """Write a state of `gb`, rows spread over the ranks, into a folder that is removed; the methods take turns.
@@ -116,7 +110,7 @@ def time_saves(
     cases = [(Method(method), world) for world in ranks for method in methods or Method]
     samples: dict[tuple[Method, int], list[dict[str, float]]] = {case: [] for case in cases}
     with (
-        fresh_ranks("kit.checkpoints.saving", launcher) as run_sample,
+        fresh_ranks("kit.checkpoints.saving") as run_sample,
         progress_bar(len(cases) * repeats, "saves", shown=progress) as bar,
     ):
         for method, world in cases * repeats:

@@ -6,26 +6,27 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 from torch.serialization import skip_data
 
 from kit.checkpoints import pagecache
 from kit.checkpoints.formats import dcp
 from kit.checkpoints.formats.base import Piece, TensorInfo, join_messages
-from kit.checkpoints.weights import load_piece, pieces, read_headers
+from kit.checkpoints.formats.torch_archives import ArchiveError, FilePart, needed_bytes, record_sizes
+from kit.checkpoints.weights import check_tensor, load_piece, pieces, read_headers, torch_dtype, undo_extensions
 from kit.errors import KitError
 
 BLOCK = 4 << 20  # bytes of one read: large enough for the device, small enough that all threads share one tensor
@@ -33,6 +34,7 @@ DEPTH = 16  # reads in flight
 SMALL = 1 << 20  # bytes; below, a plain read costs less than an aligned one
 OVER_READ = 1.1  # rows read per wanted row, up to which a small archive is read completely, without its head first
 HEAD = 16 << 10  # bytes; reading the head of a smaller archive reads as much as the archive
+OBJECT_LIMIT = 1 << 30  # bytes of a stored object, such as the settings of an optimizer, once it is decompressed
 _PAGE = mmap.PAGESIZE
 
 
@@ -103,16 +105,22 @@ def _cut(target: torch.Tensor, wanted: range, part: _Part) -> Cut:
 
 def _empty(tensor: TensorInfo, length: int, device: str, parts: list[_Part]) -> torch.Tensor:
     """Memory for `length` rows; on the CPU in huge pages, and page-aligned as the only part's bytes are in the file."""
-    dtype, shape = getattr(torch, tensor.dtype), (length, *tensor.shape[1:]) if tensor.shape else ()
+    dtype, shape = torch_dtype(tensor.dtype), (length, *tensor.shape[1:]) if tensor.shape else ()
+    phase = 0
+    if shape and len(parts) == 1:
+        piece, rows = parts[0].piece, parts[0].rows
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        phase = (piece.start + (rows.start - piece.offset[0]) * row_bytes) % _PAGE
+    return empty(shape, dtype, device, 0 if phase % dtype.itemsize else phase)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str, phase: int = 0) -> torch.Tensor:
+    """Memory to read into; on the CPU, large tensors are in huge pages and begin `phase` bytes after a page does."""
     size = math.prod(shape) * dtype.itemsize
     if device != "cpu" or size < SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size + _PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    first = parts[0]
-    phase = (first.piece.start + (first.rows.start - first.piece.offset[0]) * (size // length)) % _PAGE
-    if len(parts) > 1 or phase % dtype.itemsize:
-        phase = 0
     return torch.frombuffer(memory, dtype=torch.uint8)[phase : phase + size].view(dtype).view(shape)
 
 
@@ -126,17 +134,25 @@ def _locate(wanted: tuple[Piece, int]) -> Piece:
     """A torch.save archive as raw bytes, found from its head; one that may as well be read completely stays one."""
     piece, count = wanted
     nearly_all = not piece.shape or piece.shape[0] <= OVER_READ * count
-    if not piece.packed or piece.length <= HEAD or (piece.length <= SMALL and nearly_all):
+    if not piece.packed or piece.extensions or piece.length <= HEAD or (piece.length <= SMALL and nearly_all):
         return piece
-    with piece.file.open("rb", buffering=0) as stream, skip_data():  # shape and strides alone
+    with piece.file.open("rb", buffering=0) as stream, suppress(ArchiveError, RuntimeError, UnpicklingError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        view: Any = _create_file_view(stream, piece.start, piece.length)
+        return _raw_bytes(piece, FilePart(stream, piece.start, piece.length)) or piece
+    return piece  # load_piece says what is wrong with it
+
+
+def _raw_bytes(piece: Piece, view: Any) -> Piece | None:
+    """The values in an archive as a piece without the archive; None where they are not one run of bytes."""
+    with skip_data():  # shape and strides alone
         archive: Any = torch._C.PyTorchFileReader(view)
         start = piece.start + archive.get_record_offset("data/0")
+        stored = record_sizes(view).get("data/0", 0)
         view.seek(0)
         tensor = torch.load(view, map_location="cpu", weights_only=True)
-    if not tensor.is_contiguous():
-        return piece
+    check_tensor(piece, tensor)
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or stored < needed_bytes(tensor):
+        return None
     start += tensor.storage_offset() * tensor.element_size()
     return replace(piece, start=start, length=tensor.nbytes, packed=False)
 
@@ -148,7 +164,10 @@ def read_into(cuts: list[Cut]) -> None:
         jobs = []
         for cut in cuts:
             if _is_one_run(cut):
-                jobs += [pool.submit(files[cut.piece.file].read, *block) for block in _blocks(cut)]
+                file = files[cut.piece.file]
+                same_dtype = cut.target.dtype == torch_dtype(cut.piece.dtype)
+                read: Callable[..., None] = file.read if same_dtype else file.read_converted
+                jobs += [pool.submit(read, *block) for block in _blocks(cut)]
             else:
                 jobs.append(pool.submit(_copy, cut))
         for job in jobs:
@@ -156,24 +175,29 @@ def read_into(cuts: list[Cut]) -> None:
 
 
 def _is_one_run(cut: Cut) -> bool:
-    """True if the file holds the target's bytes one after the other as they are in memory."""
+    """True if the file holds the target's values one after the other as they are in memory."""
     same_columns = cut.target.shape[1:] == cut.piece.shape[1:]
-    same_dtype = cut.target.dtype == getattr(torch, cut.piece.dtype)
-    return not cut.piece.packed and same_columns and same_dtype and cut.target.is_contiguous()
+    return not cut.piece.packed and same_columns and cut.target.is_contiguous()
 
 
-def _blocks(cut: Cut) -> Iterator[tuple[torch.Tensor, int]]:
-    """(memory, position in the file) of reads of at most BLOCK bytes, which end where pages of memory do."""
-    flat = cut.target.view(-1).view(torch.uint8)
-    row_bytes = math.prod(cut.piece.shape[1:]) * cut.target.element_size()
-    start = cut.piece.start + sum(cut.offset[:1]) * row_bytes
-    edges = range(BLOCK - flat.data_ptr() % _PAGE, flat.numel(), BLOCK)
-    for first, last in pairwise((0, *edges, flat.numel())):
-        yield flat[first:last], start + first
+def _blocks(cut: Cut) -> Iterator[tuple[torch.Tensor, int, torch.dtype]]:
+    """(memory, position in the file, stored dtype) of reads of at most BLOCK bytes.
+
+    They end where pages of memory do, unless the values are converted.
+    """
+    stored = torch_dtype(cut.piece.dtype)
+    flat, step, first_edge = cut.target.view(-1), BLOCK // stored.itemsize, BLOCK // stored.itemsize
+    width = stored.itemsize  # bytes in the file of one element of `flat`
+    if cut.target.dtype == stored:
+        flat, step, width = flat.view(torch.uint8), BLOCK, 1
+        first_edge = BLOCK - flat.data_ptr() % _PAGE
+    start = cut.piece.start + sum(cut.offset[:1]) * math.prod(cut.piece.shape[1:]) * stored.itemsize
+    for first, last in pairwise((0, *range(first_edge, flat.numel(), step), flat.numel())):
+        yield flat[first:last], start + first * width, stored
 
 
 def _copy(cut: Cut) -> None:
-    """Read complete rows and copy from them: columns are cut, dtypes differ, or the archive is read completely."""
+    """Read complete rows and copy from them: columns are cut, or the archive is read completely."""
     piece, first_row = cut.piece, 0
     if not piece.packed and piece.shape:
         first_row = cut.offset[0]
@@ -201,14 +225,24 @@ class _File(AbstractContextManager["_File"]):
         if self.direct >= 0:
             os.close(self.direct)
 
-    def read(self, memory: torch.Tensor, position: int) -> None:
+    def read_converted(self, target: torch.Tensor, position: int, stored: torch.dtype) -> None:
+        """Fill a run of elements, stored from this position on in another dtype, by way of a block, pinned for GPUs."""
+        size, block = target.numel() * stored.itemsize, _block(target.is_cuda)
+        plain = self.direct < 0 or size < SMALL
+        lead = 0 if plain else position % _PAGE
+        end = size if plain else -(-(lead + size) // _PAGE) * _PAGE
+        self._fill([block[:end]], position - lead, lead + size, plain)
+        values = block[lead : lead + size].to(target.device)  # a GPU converts faster than a CPU
+        if values.storage_offset() % stored.itemsize:
+            values = values.clone()
+        target.copy_(values.view(stored))
+
+    def read(self, memory: torch.Tensor, position: int, stored: torch.dtype) -> None:
         """Fill uint8[bytes] from this position on; on the CPU in place, to a GPU by way of a pinned block."""
-        size, block = memory.numel(), _block(memory.is_cuda)
         if memory.is_cuda:
-            lead = position % _PAGE
-            self._fill([block[: -(-(lead + size) // _PAGE) * _PAGE]], position - lead, lead + size)
-            memory.copy_(block[lead : lead + size])
+            self.read_converted(memory, position, torch.uint8)
             return
+        size, block = memory.numel(), _block(pinned=False)
         head = -memory.data_ptr() % _PAGE
         pages = (size - head) // _PAGE * _PAGE  # bytes of the complete pages in the middle
         if self.direct < 0 or pages < SMALL // 2:
@@ -249,7 +283,7 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """The checkpoint's Metadata. Raises InputError where it is absent, damaged or asks for foreign classes."""
         metadata = dcp.read_metadata(Path(self.path))
-        self.places = dcp.stored_pieces(Path(self.path), metadata)
+        self.places = dcp.stored_pieces(Path(self.path), metadata, self.transforms.extension_registry)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -281,6 +315,10 @@ class Reader(FileSystemReader):
         info = self.storage_data[index]
         with (Path(self.path) / info.relative_path).open("rb") as stream:
             stream.seek(info.offset)
-            content = stream.read(info.length)
+            raw = io.BytesIO(stream.read(info.length))
+        if info.transform_descriptors:
+            extensions = dcp.extensions(info.transform_descriptors, self.transforms.extension_registry)
+            raw = undo_extensions(extensions, raw, OBJECT_LIMIT)
+        content = raw.getvalue()
         torch.load(io.BytesIO(content), weights_only=True)
         return io.BytesIO(content)

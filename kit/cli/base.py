@@ -1,11 +1,13 @@
 """What all commands share: their options, how they print, and how errors become exit codes."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from kit.errors import InputError, KitError
@@ -16,25 +18,42 @@ class KitGroup(TyperGroup):
     """Turns errors into a message on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises typer.Exit with the exit code of a KitError, or 130 where it was interrupted."""
+        """Run the command. Raises typer.Exit with the exit code of a KitError, or 128 + that of SIGINT or SIGPIPE."""
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except KitError as error:
             warn(f"kit: {error}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             warn("kit: interrupted")
             raise typer.Exit(130) from None
+        except BrokenPipeError:  # as in `kit state RUN | head -1`: what is left has no reader
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        finally:
+            sys.stdout.flush()
 
 
 SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": "rich",
     "context_settings": {"help_option_names": ["-h", "--help"]}}  # fmt: skip
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
+
+def example(command: str) -> str:
+    """The end of a command's help."""
+    return f"Example: [bold]{escape(command)}[/bold]"
+
+
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a recipe (`kit recipes` lists them).")
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Override, such as schedule.lr=1e-4.")
 ]
-ClusterName = Annotated[str, typer.Option("--cluster", help="A cluster profile, or the name of a shipped profile.")]
+ClusterName = Annotated[str, typer.Option("--cluster", help="A cluster profile, or its name (`kit clusters`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, run name or job id; `latest` is the newest.")]
 Task = Annotated[int | None, typer.Argument(help="One task of an array; without it, the complete run.")]

@@ -13,6 +13,7 @@ from kit.cli.base import (
     Overrides,
     RecipeName,
     emit,
+    example,
     finish,
     load_cluster,
     load_recipe,
@@ -32,13 +33,6 @@ class Engine(StrEnum):
     GIGATOKEN = "gigatoken"
 
 
-class TokenizerKind(StrEnum):
-    """Models of `kit data tokenizer`."""
-
-    BPE = "bpe"
-    UNIGRAM = "unigram"
-
-
 class Format(StrEnum):
     """File formats of `kit data export`."""
 
@@ -46,7 +40,7 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
-@app.command(rich_help_panel=DATA)
+@app.command(rich_help_panel=DATA, epilog=example("kit prepare recipe.toml --workers 8"))
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -62,13 +56,13 @@ def prepare(
     """Turn conversations into a packed dataset folder."""
     from kit.data.dataset import prepare as prepare_dataset
 
-    job = load_recipe(recipe, overrides)
+    job, machines = load_recipe(recipe, overrides), load_cluster(cluster)
     if tasks:
         from kit.slurm.prepare import submit
 
-        emit(submit(job, load_cluster(cluster), out, tasks, engine.value), as_json)
+        emit(submit(job, machines, out, tasks, engine.value), as_json)
         return
-    emit(prepare_dataset(job, out, engine.value, workers), as_json)
+    emit(prepare_dataset(job, out, engine.value, workers, cluster=machines), as_json)
 
 
 @data.command("export")
@@ -108,16 +102,25 @@ def data_tokenizer(
     source: Source,
     out: Path,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, control tokens included.")] = 32_000,
-    kind: Annotated[TokenizerKind, typer.Option(help="Bytes, or SentencePiece's model.")] = TokenizerKind.BPE,
     as_json: Json = False,
 ) -> None:
-    """Train a tokenizer on the texts of a source."""
+    """Train a byte-level BPE tokenizer on the texts of a source."""
     from kit.data.tokenizer import train_tokenizer
 
-    emit(train_tokenizer(source, out, vocab_size, kind.value), as_json)
+    emit(train_tokenizer(source, out, vocab_size), as_json)
 
 
 @app.command(rich_help_panel=DATA)
+def recipes(as_json: Json = False) -> None:
+    """List the recipes that can be given by name."""
+    from kit.config.shipped import recipes as all_recipes
+
+    emit(all_recipes(), as_json)
+
+
+@app.command(
+    rich_help_panel=DATA, epilog=example("kit predict recipe.toml --cluster cluster.toml -s data.seq_len=4096")
+)
 def predict(
     recipe: RecipeName, overrides: Overrides = None, cluster: ClusterName = "local", as_json: Json = False
 ) -> None:
@@ -129,17 +132,18 @@ def predict(
     finish(found.memory.verdict == "does not fit")
 
 
-@app.command(rich_help_panel=DATA)
+@app.command(rich_help_panel=DATA, epilog=example("kit tune recipe.toml --cluster cluster.toml --nodes"))
 def tune(
     recipe: RecipeName,
     overrides: Overrides = None,
     cluster: ClusterName = "local",
     nodes: Annotated[bool, typer.Option("--nodes", help="Also try other numbers of nodes.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the fastest for a few steps in a short job.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest settings that fit and keep the batch; exit 1 where none is sure to fit."""
-    from kit.forecast.tune import tune as find_settings
+    from kit.notebook.tuning import tune as find_settings
 
-    found = find_settings(load_recipe(recipe, overrides), load_cluster(cluster), nodes)
+    found = find_settings(load_recipe(recipe, overrides), load_cluster(cluster), nodes, measure)
     emit(found, as_json)
     finish(not found.choices)

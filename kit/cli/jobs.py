@@ -17,6 +17,7 @@ from kit.cli.base import (
     RunName,
     Task,
     emit,
+    example,
     find_run,
     finish,
     load_cluster,
@@ -36,7 +37,7 @@ class When(StrEnum):
     ANY = "any"
 
 
-@app.command(rich_help_panel=CLUSTER)
+@app.command(rich_help_panel=CLUSTER, epilog=example("kit check --write cluster.toml"))
 def check(
     cluster: Annotated[str, typer.Option(help="Cluster profile, or the name of a shipped one (default local).")] = "",
     nodes: Annotated[int | None, typer.Option(help="Nodes to inspect with a small job (0: no job).")] = None,
@@ -65,14 +66,22 @@ def check(
     finish(bool(found.problems.rows))
 
 
-@app.command(rich_help_panel=JOBS)
+@app.command(rich_help_panel=CLUSTER)
+def clusters(as_json: Json = False) -> None:
+    """List the cluster profiles that can be given by name."""
+    from kit.config.shipped import clusters as all_clusters
+
+    emit(all_clusters(), as_json)
+
+
+@app.command(rich_help_panel=JOBS, epilog=example("kit lint job.sbatch --cluster cluster.toml"))
 def lint(
     scripts: Annotated[list[Path], typer.Argument(metavar="SCRIPT...")],
     cluster: Annotated[str, typer.Option(help="Cluster profile, for rules that need to know the cluster.")] = "",
     fix: Annotated[bool, typer.Option("--fix", help="Write the safe fixes into the scripts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check sbatch scripts; exit 1 where there is an error."""
+    """Check sbatch scripts, and config files of DeepSpeed (.json); exit 1 where there is an error."""
     from kit.lint.fixes import fix_file
     from kit.slurm.linting import lint_scripts
 
@@ -85,14 +94,16 @@ def lint(
     finish(bool(report.errors))
 
 
-@app.command(rich_help_panel=JOBS)
+@app.command(
+    rich_help_panel=JOBS, epilog=example("kit launch recipe.toml --cluster cluster.toml -s schedule.lr=1e-4 --dry-run")
+)
 def launch(
     recipe: RecipeName,
     overrides: Overrides = None,
     cluster: ClusterName = "local",
     wait: Annotated[bool, typer.Option("--wait", help="Stay until it ends; exit with the job's exit code.")] = False,
     anyway: Annotated[bool, typer.Option("--anyway", help="Launch what the forecast says does not fit.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; submit nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the script; submit nothing.")] = False,
     after: Annotated[str, typer.Option(metavar="RUN", help="Start when that run has ended.")] = "",
     when: Annotated[When, typer.Option(help="How that run must have ended.")] = When.OK,
     as_json: Json = False,
@@ -109,6 +120,7 @@ def launch(
     run = slurm.launch(job, machines, anyway=anyway, after=find_run(after) if after else None, when=when.value)
     emit(run, as_json)
     if not wait:
+        warn(f"next: kit watch {run.name}    (its end: kit state {run.name}; to end it: kit cancel {run.name})")
         return
     effect = "ends" if run.is_local else "leaves"
     warn(f"Waiting. `kit watch {run.path.name}` shows the run; Ctrl-C {effect} it.")
@@ -118,20 +130,38 @@ def launch(
 
 
 @app.command(rich_help_panel=JOBS)
-def runs(as_json: Json = False) -> None:
-    """List every run, newest first."""
-    from kit.slurm.runs import runs as all_runs
+def render(
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    overrides: Overrides = None,
+    cluster: ClusterName = "local",
+    trainer: Annotated[str, typer.Option(help="Another trainer than the recipe's, such as litgpt.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Write another trainer's configuration, its data and a job script."""
+    from kit.slurm.render import render as render_folder
 
-    emit(all_runs(), as_json)
+    emit(render_folder(load_recipe(recipe, overrides), load_cluster(cluster), out, trainer), as_json)
 
 
 @app.command(rich_help_panel=JOBS)
+def runs(
+    everyone: Annotated[bool, typer.Option("--all", help="Also those of other users in the same folders.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List your runs, newest first, with step, loss and age."""
+    from kit.watch.runs import runs as all_runs
+
+    emit(all_runs(everyone), as_json)
+
+
+@app.command(rich_help_panel=JOBS, epilog=example("kit state latest"))
 def state(run: RunName, as_json: Json = False) -> None:
     """Show how a run is, why it waits, or how it ended and why."""
     emit(find_run(run).state, as_json)
 
 
-@app.command(rich_help_panel=JOBS)
+@app.command(rich_help_panel=JOBS, epilog=example("kit tail latest --rank 3 --follow"))
 def tail(
     run: RunName,
     rank: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this rank; may be repeated.")] = None,
@@ -161,24 +191,31 @@ def requeue(run: RunName, task: Task = None) -> None:
     warn(f"{found.path.name} starts again as job {found.job_id}")
 
 
-@app.command(rich_help_panel=JOBS)
+@app.command(rich_help_panel=JOBS, epilog=example("kit watch latest"))
 def watch(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run, W&B log or folder, or entity/project/run.")],
     alert: Annotated[str, typer.Option(metavar="COMMAND", help="Run for each alert, with its text appended.")] = "",
     once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write a page that needs nothing else.")] = "",
 ) -> None:
-    """Show loss and every GPU of every node until the run ends."""
-    from kit.files import write
+    """Show loss and every GPU of every node until the run ends; on a terminal full-screen, with keys."""
     from kit.watch.board import watch as board_of
 
-    board = board_of(*run, on_alert=shlex.split(alert))
+    board = board_of(*run, on_alert=shlex.split(alert), page=html)
     if board.refused:
         raise InputError(board.refused)
-    terminal = sys.stderr.isatty()
-    while not once and not board.ended:
-        warn(f"\x1b[H\x1b[2J{board}" if terminal else board.status())
-        board.wait(2 if terminal else 30)
+    if once:
+        emit(board, as_json=False)
+        board.finish()
+        return
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from kit.watch.terminal import show
+
+        show(board)
+        board.finish()
+        print(board.status())
+        return
+    while not board.ended:
+        warn(board.status())
+        board.wait(30)
     emit(board, as_json=False)
-    if html:
-        write(Path(html), board.html())

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kit.cli.base import SETTINGS, ClusterName, Json, emit, find_run, finish, load_cluster, pairs, warn
+from kit.cli.base import SETTINGS, ClusterName, Json, emit, example, find_run, finish, load_cluster, pairs, warn
 from kit.errors import InputError
 
 app = typer.Typer(**SETTINGS)
@@ -22,7 +22,10 @@ def demo(
     print(run_demo(out))
 
 
-@app.command(rich_help_panel=NOTEBOOKS)
+@app.command(
+    rich_help_panel=NOTEBOOKS,
+    epilog=example("kit run notebooks/02_explore_memory.ipynb out.ipynb -p recipe=llama8b -p cluster=h100-8x8"),
+)
 def run(
     notebook: Path,
     out: Path,
@@ -32,9 +35,10 @@ def run(
 ) -> None:
     """Execute a notebook; the exit code is 124 after a time-out and 128 + the signal where one ended it."""
     from kit.notebook.parameters import read_values
+    from kit.notebook.values import Text
 
     given: dict[str, Any] = read_values(Path(file)) if file else {}
-    given |= pairs(parameters)
+    given |= {name: Text(value) for name, value in pairs(parameters).items()}
     if cluster:
         from kit.notebook.sweep import submit_notebook
 
@@ -46,7 +50,9 @@ def run(
     print(execute(notebook, out, given))
 
 
-@app.command(rich_help_panel=NOTEBOOKS)
+@app.command(
+    rich_help_panel=NOTEBOOKS, epilog=example("kit sweep recipe.toml grid.toml --cluster cluster.toml --limit 4")
+)
 def sweep(
     what: Annotated[str, typer.Argument(metavar="NOTEBOOK|RECIPE")] = "",
     grid: Annotated[str, typer.Argument(metavar="GRID.toml", help="Lists span a product; [[points]] are single.")] = "",
@@ -75,7 +81,7 @@ def sweep(
     finish(wait and not all(task.completed for task in found.tasks()))
 
 
-@app.command(rich_help_panel=NOTEBOOKS)
+@app.command(rich_help_panel=NOTEBOOKS, epilog=example("kit replay out.ipynb again.ipynb"))
 def replay(
     executed: Path,
     out: Path,

@@ -1,5 +1,6 @@
 """`kit checkpoint`, `adapter`, `evaluate`: what a run leaves."""
 
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -174,3 +175,39 @@ def evaluate(
         raise KitError(f"The evaluation is {end.state}: {end.cause or 'no cause is known'}; see {run.log}.")
     found = scores(out)
     emit(Answer(value | found.as_dict(), *found.parts()), as_json)
+
+
+@app.command(rich_help_panel=OUTPUT)
+def serve(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id, or an adapter's folder.")],
+    adapter: Annotated[Path | None, typer.Option(help="Adapter folder, to serve on this model.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for key, address and proof (default: served-<time>).")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="vllm or transformers (default: what is installed).")] = "",
+    python: Annotated[str, typer.Option(help="Interpreter of the environment that has vLLM.")] = "",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the node that share the model.")] = 1,
+    port: Annotated[int, typer.Option(help="Port on the node's loopback (0: any free one).")] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A word for the server's own command, as --option=--dtype=float16.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until the proof is there, and print it.")] = False,
+    cluster: ClusterName = "local",
+    as_json: Json = False,
+) -> None:
+    """Serve a model as a job, and prove that what is served is what was trained."""
+    from kit.deploy import serve as serving
+    from kit.deploy.servers import Engine
+
+    if engine and engine not in list(Engine):
+        raise InputError(f"No server {engine!r}: it is one of {', '.join(Engine)}.")
+    folder = out or Path(time.strftime("served-%Y%m%d-%H%M%S"))
+    chosen = Engine(engine) if engine else None
+    run = serving.launch(model, folder, load_cluster(cluster), adapter, chosen, python, gpus, port, option or [])
+    value = {"run": str(run.path), "job_id": run.job_id, "out": str(folder)}
+    if wait:
+        served = serving.wait(run, folder)
+        emit(Answer(value | served.as_dict(), *served.parts()), as_json)
+        return
+    lines = f"job {run.job_id}; the proof will be in {folder / serving.PROOF}", f"kit cancel {run.path.name} ends it"
+    emit(Answer(value, str(run.path), *lines), as_json)

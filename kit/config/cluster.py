@@ -17,6 +17,8 @@ from kit.config import schema
 from kit.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, table
 from kit.errors import InputError
 
+NO_COMPILER = "none"  # nodes.compiler where a node has no C compiler
+
 
 def parse_time_limit(text: str) -> float:
     """Seconds of a Slurm time limit; infinity for UNLIMITED, INFINITE, -1 and 0. Raises InputError for other text.
@@ -37,10 +39,26 @@ def parse_time_limit(text: str) -> float:
 def _time_limit(text: str) -> str:
     try:
         if text:
-            parse_time_limit(text)
+            parse_time_limit(_one_line(text))
     except InputError:
         raise ValueError("it must be a time limit such as 90 (minutes), 48:00:00, 2-12:00:00 or UNLIMITED.") from None
     return text
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it must be one line of printable characters.")
+    return text
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is not the name of an environment variable: letters, digits and underscores.")
+    return values
+
+
+Line = Annotated[str, AfterValidator(_one_line)]  # text that becomes a word of the job script; only setup has code
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,8 @@ class Nodes:
     """Part of gpu_bf16_tflops that a large matmul reaches; 0 is unknown."""
     gpu_memory_gb_s: NonNegativeFloat = 0.0
     """Bandwidth of a GPU's memory in GB/s; 0 is unknown."""
+    compiler: str = ""
+    """C compiler of a node, such as gcc, which compiled layers need; "none": the node lacks one; empty: unknown."""
     launch_us: NonNegativeFloat = 0.0
     """Microseconds in which the host issues one small operation; 0 is unknown."""
     cpus: PositiveInt = 2
@@ -143,9 +163,9 @@ class Container:
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
     """What starts the image."""
-    image: str = ""
+    image: Line = ""
     """What enroot takes (pyxis), or a .sif file."""
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[Line, ...] = ()
     """Further mounts, host or host:inside; the run folder, the dataset and the model are mounted anyway."""
 
 
@@ -153,24 +173,24 @@ class Container:
 class Slurm:
     """What the job script asks of Slurm, and how it prepares a node."""
 
-    partition: str = ""
+    partition: Line = ""
     """Partition; empty takes Slurm's default."""
-    gres: str = ""
+    gres: Line = ""
     """Generic resources of a node, as Slurm spells them: gpu:h100:8. The number of GPUs follows the recipe."""
     time: Annotated[str, AfterValidator(_time_limit)] = ""
     """Time limit, as Slurm spells it: 90 (minutes), 48:00:00, 2-12:00:00; empty takes the partition's default."""
-    account: str = ""
+    account: Line = ""
     """Account that is charged."""
     setup: tuple[str, ...] = ()
     """Shell lines that run on each node first, such as "module load cuda/12.8"."""
-    options: tuple[str, ...] = ()
+    options: tuple[Line, ...] = ()
     """Further options of sbatch."""
-    python: str = ""
+    python: Line = ""
     """Interpreter on the nodes; "python" is that of the environment which the setup lines activate.
 
     Empty: the interpreter that launches, and python3 in an image.
     """
-    env_file: str = ""
+    env_file: Line = ""
     """File of NAME=VALUE lines with mode 600, such as tokens, that the job reads."""
     container: Container = field(default_factory=Container)
 
@@ -182,12 +202,14 @@ class Slurm:
 
 @table
 class Paths:
-    """Folders that every node sees."""
+    """Folders. Every node sees all but nvme."""
 
-    runs: str = "runs"
+    runs: Line = "runs"
     """Folder for runs."""
-    hf_home: str = ""
+    hf_home: Line = ""
     """Hugging Face cache of models, tokenizers and data (HF_HOME); empty takes the user's own."""
+    nvme: Line = ""
+    """Folder on the NVMe drives of each node, for parallel.offload nvme."""
 
 
 @table
@@ -211,7 +233,7 @@ class Cluster:
     nodes: Nodes = field(default_factory=Nodes)
     links: Links = field(default_factory=Links)
     slurm: Slurm = field(default_factory=Slurm)
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = field(default_factory=dict)
     """Environment variables of the job."""
     paths: Paths = field(default_factory=Paths)
     storage: dict[str, Storage] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import ast
 import inspect
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter
 from kit import files
 from kit.config import cluster, recipe
 
+README = files.REPOSITORY / "README.md"
 FOLDER = files.REPOSITORY / "env" / "schema"
 TABLES = {"recipe": recipe.Recipe, "cluster": cluster.Cluster}
 
@@ -48,11 +50,44 @@ def render(name: str) -> str:
     return json.dumps(json_schema(name), indent=1) + "\n"
 
 
+def key_table(name: str) -> str:
+    """Every key with its default and meaning, as a table in Markdown."""
+    schema = json_schema(name)
+    rows = [
+        f"| `{key}` | {default} | {text.replace('|', chr(92) + '|')} |" for key, default, text in _keys(schema, schema)
+    ]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+def _keys(schema: dict[str, Any], table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, meaning) of a table's keys and of the tables in it; NAME is any name."""
+    for name, field in table["properties"].items():
+        inner = field if "$ref" in field else field.get("additionalProperties") or {}
+        key = f"{prefix}{name}" + (".NAME" if "additionalProperties" in field else "")
+        if "$ref" in inner:
+            yield from _keys(schema, schema["$defs"][inner["$ref"].rpartition("/")[2]], f"{key}.")
+            continue
+        required = "required" if name in table.get("required", ()) else ""
+        default = f"`{json.dumps(field['default'])}`" if "default" in field else required
+        choices = f" One of: {', '.join(map(str, field['enum']))}." if "enum" in field else ""
+        yield key, default, " ".join(field.get("description", "").split()) + choices
+
+
+def write_readme(text: str) -> str:
+    """The README with the tables of keys as they are now, each between its two comments."""
+    for name in TABLES:
+        begin, end = f"<!-- keys of {name}.toml: python -m kit.config.json_schema -->\n", f"<!-- end of {name}.toml -->"
+        before, found, rest = text.partition(begin)
+        text = f"{before}{found}\n{key_table(name)}\n\n{end}{rest.partition(end)[2]}" if found else text
+    return text
+
+
 def main(folder: Path = FOLDER) -> None:
-    """Write all schemas."""
+    """Write all schemas, and the tables in the README."""
     folder.mkdir(exist_ok=True)
     for name in TABLES:
         files.write(folder / f"{name}.schema.json", render(name))
+    files.write(README, write_readme(README.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

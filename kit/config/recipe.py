@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +16,12 @@ from kit.config import schema
 from kit.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, table
 from kit.errors import InputError
 
-FOLDER_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+FOLDER_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # with date, time and suffixes below the 255 bytes of a file's name
 
 
 def _folder_name(name: str) -> str:
     if not re.fullmatch(FOLDER_NAME, name):
-        raise ValueError("it names folders, so use letters, digits, dots, dashes and underscores.")
+        raise ValueError("it names folders, so use letters, digits, dots, dashes and underscores, 128 at most.")
     return name
 
 
@@ -33,8 +33,17 @@ class Model:
     """Hub id, folder with config.json, or path of a config.json (random weights of that shape)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the frozen weights and of the computation; CPU ranks always use float32."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """transformers' attn_implementation."""
+    attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """transformers' attn_implementation, or varlen: PyTorch's variable-length attention, one call for all documents of
+    a batch. auto: the fastest that the model and the cluster have, chosen when the job is planned."""
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    """Type of the frozen weights of the linear layers under LoRA: bf16 is model.dtype; fp8 is faster, with noisier
+    gradients; nf4 is what tuning.method qlora sets."""
+
+    @property
+    def attention_used(self) -> str:
+        """The attention of a job: sdpa where auto has not been resolved."""
+        return "sdpa" if self.attention == "auto" else self.attention
 
 
 @table
@@ -75,8 +84,8 @@ class Tuning:
     """Rank of the LoRA matrices."""
     alpha: PositiveInt = 32
     """LoRA scale: the update is multiplied by alpha / r."""
-    dropout: Fraction = 0.05
-    """Dropout on the input of the LoRA matrices."""
+    dropout: Fraction = 0.0
+    """Dropout on the input of the LoRA matrices; above 0 it takes time and memory."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the linear layers that get LoRA matrices."""
 
@@ -93,10 +102,34 @@ class Parallel:
     """Nodes of the job."""
     gpus_per_node: PositiveInt = 1
     """GPUs of each node; processes of each node where there are no GPUs."""
-    activation_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of keeping them."""
-    offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass instead of keeping them; auto: only where the job does not fit
+    without it."""
+    offload: bool | Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters, gradients and optimizer state are kept, if not on the GPU; false means none, and true cpu."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of each decoder layer; auto: where it makes the job faster."""
+
+    @model_validator(mode="after")
+    def _named_offload(self) -> "Parallel":
+        if isinstance(self.offload, bool):
+            object.__setattr__(self, "offload", "cpu" if self.offload else "none")
+        return self
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is kept outside of the GPU's memory."""
+        return self.offload != "none"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a job checkpoints activations: also where auto has not been resolved."""
+        return self.activation_checkpointing is not False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a job compiles the layers: not where auto has not been resolved."""
+        return self.compile == "on"
 
 
 @table
@@ -127,6 +160,8 @@ class Schedule:
     """Optimizer steps between evaluations; 0 evaluates at the end."""
     save_every: NonNegativeInt = 0
     """Optimizer steps between checkpoints; 0 saves at the end."""
+    save: Literal["sync", "async"] = "sync"
+    """async: training goes on while the shards are written from a copy in host memory; fsdp2 on several ranks only."""
     keep: PositiveInt = 3
     """Newest checkpoints that are kept."""
     log_every: PositiveInt = 1
@@ -142,6 +177,39 @@ class Schedule:
 
 
 @table
+class TrainerChoice:
+    """Which trainer runs the recipe, and where that is installed."""
+
+    name: Literal["trl", "litgpt", "llamafactory"] = "trl"
+    """trl is the kit's own. `kit render` writes the configuration of the others."""
+    python: str = ""
+    """Interpreter of another trainer's environment on the nodes; empty: the python that slurm.setup activates."""
+
+
+# Keys that recorded digests do not count, with the value under which a recipe means what it meant before they existed.
+ADDED_LATER = {
+    ("model", "base"): "bf16", ("parallel", "compile"): "auto", ("trainer", "name"): "trl", ("trainer", "python"): "",
+    ("schedule", "save"): "sync",
+}  # fmt: skip
+RECORDED_OFFLOAD = {"none": False, "cpu": True}  # how recorded digests count values of parallel.offload
+
+
+def _contradiction(base: str, method: str) -> str:
+    """What is wrong with this type of the frozen weights under this tuning method; empty where they agree."""
+    if (base == "nf4") != (method == "qlora"):
+        return (
+            f'tuning.method {method} and model.base {base} contradict each other: for QLoRA write method = "qlora" '
+            'and leave model.base out (it is nf4 then); otherwise write method = "lora" and base = "bf16" or "fp8".'
+        )
+    if base == "fp8" and method == "full":
+        return (
+            'model.base fp8 is for frozen weights, and tuning.method full freezes none: write base = "bf16", or '
+            'method = "lora".'
+        )
+    return ""
+
+
+@table
 class Recipe:
     """What to train."""
 
@@ -152,6 +220,15 @@ class Recipe:
     tuning: Tuning = field(default_factory=Tuning)
     parallel: Parallel = field(default_factory=Parallel)
     schedule: Schedule = field(default_factory=Schedule)
+    trainer: TrainerChoice = field(default_factory=TrainerChoice)
+
+    @model_validator(mode="after")
+    def _base_of_the_method(self) -> "Recipe":
+        if self.tuning.method == "qlora" and self.model.base == "bf16":  # the default
+            object.__setattr__(self, "model", replace(self.model, base="nf4"))
+        if problem := _contradiction(self.model.base, self.tuning.method):
+            raise ValueError(problem)
+        return self
 
     @classmethod
     def load(cls, name: "str | Path | Recipe", /, **overrides: Any) -> "Recipe":
@@ -162,7 +239,7 @@ class Recipe:
         if isinstance(name, Recipe):
             return name.override(**overrides)
         path = schema.find(name, "recipes")
-        return schema.build(cls, schema.read_toml(path), str(path)).override(**overrides)
+        return cls._built(schema.read_toml(path), str(path)).override(**overrides)
 
     def override(self, /, **changes: Any) -> "Recipe":
         """Return a copy with dotted keys replaced, such as {"schedule.max_steps": 20}.
@@ -170,6 +247,8 @@ class Recipe:
         Text is read as the type of its key. Raises InputError for an unknown key or a bad value.
         """
         tables = schema.as_dict(self)
+        if changes.get("tuning.method", self.tuning.method) != self.tuning.method:
+            del tables["model"]["base"]  # each method has its own
         for key, value in changes.items():
             section_name, _, name = key.rpartition(".")
             section: Any = getattr(self, section_name, None) if section_name else self
@@ -178,7 +257,15 @@ class Recipe:
                 raise InputError(f"override: unknown key {key!r}; {schema.nearest(key, self._keys_of(section_name))}")
             typed = schema.parse(value, kinds[name], f"override: {key}") if isinstance(value, str) else value
             (tables[section_name] if section_name else tables)[name] = typed
-        return schema.build(type(self), tables, "override") if changes else self
+        return self._built(tables, "override") if changes else self
+
+    @classmethod
+    def _built(cls, tables: dict[str, Any], where: str) -> "Recipe":
+        recipe = schema.build(cls, tables, where)
+        written = tables["model"].get("base", recipe.model.base)
+        if written != recipe.model.base:  # bf16 was written with qlora; the validator read it as the default
+            raise InputError(f"{where}: {_contradiction(written, recipe.tuning.method)}")
+        return recipe
 
     def keys(self) -> list[str]:
         """Every key, dotted."""
@@ -194,8 +281,15 @@ class Recipe:
         return tomli_w.dumps(schema.as_dict(self))
 
     def digest(self) -> str:
-        """sha256 over every value, in hexadecimal."""
-        return hashlib.sha256(json.dumps(schema.as_dict(self), sort_keys=True).encode()).hexdigest()
+        """sha256 over every value, in hexadecimal; the same as recorded by releases that had fewer keys."""
+        tables = schema.as_dict(self)
+        for (section, key), value in ADDED_LATER.items():
+            if tables[section][key] == value:
+                del tables[section][key]
+        tables = {name: value for name, value in tables.items() if value != {}}
+        offload = tables["parallel"]["offload"]
+        tables["parallel"]["offload"] = RECORDED_OFFLOAD.get(offload, offload)
+        return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
 
     @property
     def world_size(self) -> int:

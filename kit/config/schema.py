@@ -238,6 +238,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid TOML: {error}.") from None
 
 
+def names(kind: Literal["recipes", "clusters"]) -> list[str]:
+    """The names under which `find` has recipes or profiles: of ./env and of those that come with the kit."""
+    folders = (Path("env") / kind, files.REPOSITORY / "env" / kind)
+    return sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+
+
 def find(name: str | Path, kind: Literal["recipes", "clusters"]) -> Path:
     """The path of a recipe or profile: `name` itself, else ./env/<kind>/<name>.toml, else one shipped with the kit.
 
@@ -245,13 +251,12 @@ def find(name: str | Path, kind: Literal["recipes", "clusters"]) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    shipped = files.REPOSITORY / "env" / kind
-    for folder in (Path("env") / kind, shipped):
+    for folder in (Path("env") / kind, files.REPOSITORY / "env" / kind):
         if (path := folder / f"{name}.toml").is_file():
             return path
     raise InputError(
         f"No {kind[:-1]} {str(name)!r}: it is neither a file nor the name of a shipped {kind[:-1]}; "
-        + nearest(str(name), (path.stem for path in shipped.glob("*.toml")))
+        + nearest(str(name), names(kind))
     )
 
 

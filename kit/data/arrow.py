@@ -31,5 +31,6 @@ def lists(arrays: Sequence[Array], bounds: Array | None = None) -> Any:
     import pyarrow as pa
 
     bounds = np.cumsum([0, *map(len, arrays)]) if bounds is None else bounds
-    values = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32, copy=False)
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int32), *arrays])
+    values = joined.astype(np.int32, copy=False)
     return pa.ListArray.from_arrays(integers(bounds.astype(np.int32)), integers(values))

@@ -1,21 +1,28 @@
 """Conversation: the one row type of this package, and a converter from each format that people have."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
-from kit.data import oasst
+from kit.data import keys, oasst
 
 Row = dict[str, Any]
-Message = dict[str, str]
+# role and content; of replies also tool_calls, the reasoning under a key of REASONING_KEYS, and train: False where the
+# loss leaves them out; of tools also name and tool_call_id.
+Message = dict[str, Any]
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "prompter": "user",  # OASST
     "human": "user",  # ShareGPT, and its names for assistants (FastChat, fastchat/data/clean_sharegpt.py)
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
+    "function": "tool",  # OpenAI's name before tools
+    "developer": "system",  # OpenAI's name for models that reason
 }
+_PLAIN_KEYS = frozenset({"role", "content", "from", "value"})
+_SHOWN_CHARACTERS = 40  # of a value that a reason names
 
 
 class Rejected(Exception):  # noqa: N818 - not an error: a row that is counted and left out
@@ -31,6 +38,8 @@ class Conversation:
     messages: tuple[Message, ...]
     split: str = ""  # "train" or "eval" where the dataset has its own
     lang: str = ""
+    tools: tuple[Row, ...] = ()  # descriptions of the functions that a reply may call
+    unused: tuple[str, ...] = ()  # keys of the row, and "message.KEY", that other tools train by and the kit does not
 
     def prompt_key(self) -> str:
         """Digest of everything before the first reply; of the whole text where there is none."""
@@ -53,13 +62,56 @@ def convert(row: Any, source_format: str, name: str, lang: str = "", split: str 
     first_message = row["prompt"] if isinstance(row.get("prompt"), dict) else row
     if lang and first_message.get("lang") not in (None, "", lang):
         raise Rejected("other language")
-    messages = tuple(FORMATS[source_format].messages(row, lang))
+    known = FORMATS[source_format]
+    messages = tuple(known.messages(row, lang))
     if source_format != "text":
         _check_order([message["role"] for message in messages])
+    if source_format not in ("text", "oasst_trees", "oasst_messages"):
+        _check_meaning(row, messages)
     tree, group = (_scalar(row.get(key)) for key in ("message_tree_id", "group"))
     return Conversation(
-        row_id(row, name), tree or group or _prompt_key(messages), messages, split, _scalar(first_message.get("lang"))
+        row_id(row, name),
+        tree or group or _prompt_key(messages),
+        messages,
+        split,
+        _scalar(first_message.get("lang")),
+        _tools(row) if keys.TOOL_KEYS[0] in known.reads else (),
+        keys.unused(row, _turns(row), _reads(row, known, messages)),
     )
+
+
+def _reads(row: Row, known: "Format", messages: tuple[Message, ...]) -> set[str]:
+    """The keys of the row whose values are in the conversation."""
+    system = _system_key(row) if known.reads & set(keys.SYSTEM_KEYS) else ""
+    is_used = system and messages[0]["role"] == "system" and messages[0]["content"] == row[system]
+    honoured = {key for key in keys.WEIGHTS if row.get(key) == keys.WEIGHTS[key][1]}
+    honoured |= {key for key in keys.GOOD if row.get(key) is True}
+    return set(known.reads - set(keys.SYSTEM_KEYS)) | honoured | ({system} if is_used else set())
+
+
+def _check_meaning(row: Row, messages: tuple[Message, ...]) -> None:
+    """Raises Rejected for a row that no reply should be learnt from, or whose text is not all of it."""
+    for key in keys.GOOD:
+        if row.get(key) is False:
+            raise Rejected(f"{key} false: an answer to avoid")
+    if outside := keys.leaves_out(row):
+        raise Rejected(f"{outside}: the row is not trained on")
+    replies = [message for message in messages if message["role"] == "assistant"]
+    if not any(message.get("train", True) for message in replies):
+        raise Rejected("every reply has weight 0")
+    media = [key for key in (*keys.MEDIA_LISTS, *keys.MEDIA_SINGLE) if not keys.is_empty(row.get(key))]
+    if any(key in keys.MEDIA_LISTS for key in media) or (
+        media and any(keys.MEDIA_TOKEN.search(message["content"]) for message in messages)
+    ):
+        raise Rejected(f"image or other non-text content ({media[0]})")
+
+
+def _turns(row: Row) -> list[Row]:
+    """The messages of a chat row that may have more keys than a role and a content."""
+    lists = [
+        row[key] for key in ("messages", "conversations", "prompt", "completion") if isinstance(row.get(key), list)
+    ]
+    return [turn for turns in lists for turn in turns if isinstance(turn, dict) and not turn.keys() <= _PLAIN_KEYS]
 
 
 def row_id(row: Any, name: str) -> str:
@@ -83,17 +135,21 @@ def _check_order(roles: Sequence[str]) -> None:
 
 
 def _message(role: Any, content: Any) -> Message:
-    if not isinstance(role, str) or role not in ROLES:
-        raise Rejected("unknown role")
-    return {"role": ROLES[role], "content": _text(content)}
+    return {"role": _known_role(role), "content": _text(content)}
+
+
+def _known_role(role: Any) -> str:
+    if isinstance(role, str) and role in ROLES:
+        return ROLES[role]
+    if role is None:
+        raise Rejected("message without a role")
+    raise Rejected(f"unknown role {str(role)[:_SHOWN_CHARACTERS].encode(errors='backslashreplace').decode()!r}")
 
 
 def _text(content: Any) -> str:
-    """The content unchanged; a list of text parts is joined."""
+    """The content unchanged; a list of texts or of text parts is joined."""
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise Rejected("image or other non-text content")
-        content = "".join(_text(part.get("text")) for part in content)
+        content = "".join(map(_part, content))
     if content is not None and not isinstance(content, str):
         raise Rejected("content is not text")
     if not content or content.isspace():
@@ -105,6 +161,21 @@ def _text(content: Any) -> str:
     except UnicodeEncodeError:
         raise Rejected("lone surrogate") from None
     return content
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text", "output_text"):
+            is_text = isinstance(part.get("text"), str) or kind in keys.REASONING_KEYS
+            named = (
+                f"content of type {str(kind)[:_SHOWN_CHARACTERS]!r}" if is_text else "image or other non-text content"
+            )
+            raise Rejected(named)
+        part = next((part[key] for key in ("text", "value", "content") if part.get(key) is not None), "")
+    if not isinstance(part, str):
+        raise Rejected("content is not text")
+    return part
 
 
 def _tree(row: Row, lang: str) -> list[Message]:
@@ -122,41 +193,114 @@ def _chat(row: Row, lang: str) -> list[Message]:
 
 
 def _role(turn: Any) -> Any:
-    return (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
+    if not isinstance(turn, dict):
+        return None
+    return turn.get("from") if turn.get("role") in (None, "") else turn["role"]
 
 
 def _turn(turn: Any) -> Message:
-    """A message of role/content or from/value."""
+    """A message of role/content or from/value, with what else of it is trained on."""
     if not isinstance(turn, dict):
         raise Rejected("message is not an object")
-    if turn.get("tool_calls"):
-        raise Rejected("tool calls")
     content = turn.get("content")
-    return _message(_role(turn), turn.get("value") if content is None else content)
+    content = turn.get("value") if content is None else content
+    if turn.keys() <= _PLAIN_KEYS:
+        return _message(_role(turn), content)
+    role = _known_role(_role(turn))
+    calls = _calls(turn) if role == "assistant" else []
+    message: Message = {"role": role, "content": "" if calls and keys.is_empty(content) else _text(content)}
+    if calls:
+        message["tool_calls"] = calls
+    if role == "assistant":
+        reasoning = next((key for key in keys.REASONING_KEYS if not keys.is_empty(turn.get(key))), "")
+        if reasoning:
+            message[reasoning] = _text(turn[reasoning])
+        if keys.leaves_out(turn):
+            message["train"] = False
+    if role == "tool":
+        message |= {key: turn[key] for key in keys.TURN_KEYS if isinstance(turn.get(key), str)}
+    return message
+
+
+def _calls(turn: Row) -> list[Row]:
+    """tool_calls as templates take them: objects, with their arguments as objects too. Raises Rejected."""
+    calls = _from_json(turn.get("tool_calls"))
+    if keys.is_empty(calls):
+        function = _from_json(turn.get("function_call"))
+        calls = [] if keys.is_empty(function) else [{"type": "function", "function": function}]
+    if not isinstance(calls, list):
+        raise Rejected("tool calls are not a list")
+    made = []
+    for call in map(_without_nulls, map(_from_json, calls)):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise Rejected("tool call without a function's name")
+        function = function | {"arguments": _from_json(function.get("arguments", {}))}
+        made.append({"type": "function", **call, "function": function} if "function" in call else function)
+    return made
+
+
+def _tools(row: Row) -> tuple[Row, ...]:
+    """The row's descriptions of functions. Raises Rejected where they are not a list of objects."""
+    tools = _from_json(next((row[key] for key in keys.TOOL_KEYS if not keys.is_empty(row.get(key))), "[]"))
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Rejected("tools are not a list of objects")
+    tools = [_without_nulls(tool) for tool in tools]
+    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+
+
+def _from_json(value: Any) -> Any:
+    """An object or a list that is given as JSON text; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give each object all keys of all rows, null where it has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _system_key(row: Row) -> str:
+    return next((key for key in keys.SYSTEM_KEYS if not keys.is_empty(row.get(key))), "")
 
 
 def _system(row: Row) -> list[Message]:
-    return [_message("system", row["system"])] if row.get("system") else []
+    key = _system_key(row)
+    return [_message("system", row[key])] if key else []
 
 
 def _alpaca(row: Row, lang: str) -> list[Message]:
-    """instruction and input joined by a line break; history as pairs (LLaMA-Factory, data/converter.py)."""
-    query = _text(row.get("instruction"))
-    if str(row.get("input") or "").strip():
-        query += "\n" + _text(row["input"])
-    pairs = row.get("history") or []
+    """What is not empty of instruction and input, joined by a line break; history as pairs.
+
+    As LLaMA-Factory does (data/converter.py).
+    """
+    asked = [_text(row[key]) for key in ("instruction", "input") if not _is_blank(row.get(key))]
+    pairs: Any = [] if keys.is_empty(row.get("history")) else row["history"]
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise Rejected("history is not pairs")
-    turns = [*pairs, (query, row.get("output"))]
+    turns = [*pairs, ("\n".join(asked), row.get("output"))]
     messages = [(_message("user", question), _message("assistant", reply)) for question, reply in turns]
     return _system(row) + [message for pair in messages for message in pair]
+
+
+def _is_blank(value: Any) -> bool:
+    return keys.is_empty(value) or (isinstance(value, str) and value.isspace())
 
 
 def _completion(row: Row, lang: str) -> list[Message]:
     messages: list[Message] = []
     for role, content in (("user", row.get("prompt")), ("assistant", row.get("completion"))):
-        messages += [_turn(turn) for turn in content] if isinstance(content, list) else [_message(role, content)]
-    return messages
+        if isinstance(content, list) and any(isinstance(turn, dict) and _role(turn) for turn in content):
+            messages += [_turn(turn) for turn in content]
+        else:
+            messages.append(_message(role, content))
+    return messages if messages[0]["role"] == "system" else _system(row) + messages
 
 
 def _document(row: Row, lang: str) -> list[Message]:
@@ -171,6 +315,7 @@ class Format:
     keys: str
     fits: Callable[[Row], bool]
     messages: Callable[[Row, str], list[Message]]
+    reads: frozenset[str] = frozenset()  # of the keys in kit.data.keys, those of the row that are used
 
 
 def _turns_have(row: Row, key: str) -> bool:
@@ -178,6 +323,7 @@ def _turns_have(row: Row, key: str) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and bool(turns[0].get(key))
 
 
+_CHAT_KEYS = frozenset({*keys.SYSTEM_KEYS, *keys.TOOL_KEYS})
 # The first that fits is taken: OASST messages have `text` too.
 FORMATS = {
     "oasst_trees": Format(
@@ -188,11 +334,17 @@ FORMATS = {
         "`messages`, or `conversations` of `role` and `content`",
         lambda r: isinstance(r.get("messages"), list) or _turns_have(r, "role"),
         _chat,
+        _CHAT_KEYS,
     ),
-    "sharegpt": Format("`conversations` of `from` and `value`", lambda r: _turns_have(r, "from"), _chat),
-    "alpaca": Format("`instruction` and `output`", lambda r: "instruction" in r and "output" in r, _alpaca),
+    "sharegpt": Format("`conversations` of `from` and `value`", lambda r: _turns_have(r, "from"), _chat, _CHAT_KEYS),
+    "alpaca": Format(
+        "`instruction` and `output`",
+        lambda r: "instruction" in r and "output" in r,
+        _alpaca,
+        _CHAT_KEYS,
+    ),
     "prompt_completion": Format(
-        "`prompt` and `completion`", lambda r: "prompt" in r and "completion" in r, _completion
+        "`prompt` and `completion`", lambda r: "prompt" in r and "completion" in r, _completion, _CHAT_KEYS
     ),
     "text": Format(
         "`text` or `content`",
@@ -205,4 +357,5 @@ COLUMNS = frozenset(
     {"id", "group", "lang", "message_tree_id", "prompt", "message_id", "parent_id", "text", "role", "rank", "deleted"}
     | {"created_date", "review_result", "messages", "conversations", "system", "instruction", "input", "output"}
     | {"history", "completion", "content"}
+    | keys.COLUMNS
 )

@@ -9,8 +9,8 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import get_context
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kit import files
+from kit.config import models
+from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.documents import PartReport, encode_part
 from kit.data.engine import EngineName
@@ -25,14 +27,14 @@ from kit.data.identity import dataset_digest, find_inputs, inputs_stamp, same_se
 from kit.data.preview import Preview
 from kit.data.publish import ROWS_FILE, publish
 from kit.data.records import OnBytes
-from kit.data.sources import ALL_ROWS, Part, Source, SourceFiles, detect_format
-from kit.data.views import steps_with, token_flow
+from kit.data.sources import Part, Source, SourceFiles, detect_format
+from kit.data.views import length_histogram, steps_with, token_flow
 from kit.errors import InputError
 from kit.figures import Figure
 from kit.show import Answer, Result, Table, progress_bar
 from kit.show import Part as ResultPart
 
-SHOWN_LENGTHS = 8  # rows of the table of lengths
+SHOWN_FILES = 20  # names of files that are not read
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,14 @@ class Dataset(Result):
         """Where the tokens went, as a Sankey diagram."""
         return token_flow(self.manifest)
 
-    def steps(
-        self, seq_len: int = 0, longest: int = 0, epochs: float = 0.0, batch: int = 0, recipe: Recipe | None = None
-    ) -> Answer:
+    def steps(self, seq_len: int = 0, longest: int = 0, epochs: float = 0.0, batch: int = 0) -> Answer:
         """The optimizer steps of other settings; 0 keeps the recipe's value. `longest` leaves out longer documents.
 
-        Raises InputError for a folder that was opened without a recipe, where none is given, and as `steps_with` does.
+        Raises InputError for a folder that was opened without a recipe, and as `steps_with` does.
         """
-        job = recipe or self.recipe
+        job = self.recipe
         if job is None:
-            raise InputError(f"{self.path} was opened without a recipe; give one.")
+            raise InputError(f"{self.path} was opened without a recipe; prepare it with one.")
         import numpy as np
 
         lengths = np.concatenate([np.asarray(row, dtype=np.int64) for row in self.rows("train")["seq_lengths"]])
@@ -100,18 +100,36 @@ class Dataset(Result):
         manifest = self.manifest
         engine = f"; engine {manifest['engine']}" if "engine" in manifest else ""
         yield f"{self.path}  ({manifest['format']}{engine})"
-        yield Table.of([{"split": name, **sizes} for name, sizes in manifest["splits"].items()])
+        yield _splits_table(manifest)
         yield _ledger_table(manifest)
         if manifest["dropped_rows"]:
             yield _dropped_table(manifest)
+        if manifest.get("unused_keys"):
+            yield _unused_table(manifest["unused_keys"])
+        yield from _warnings(manifest)
         if len(manifest["languages"]) > 1:
             yield Table.of([{"language": name, **sizes} for name, sizes in manifest["languages"].items()], "Languages")
-        yield _lengths_table(manifest["lengths"])
+        yield length_histogram(manifest)
         if manifest["leaks"]["prompts"]:
             examples = ", ".join(manifest["leaks"]["examples"])
             yield f"{manifest['leaks']['prompts']} prompts are in train and in eval, such as eval rows {examples}."
         if self.optimizer_steps is not None:
             yield f"{self.optimizer_steps:,} optimizer steps"
+
+
+SIZES = {  # of a split, by their names in the manifest, in words
+    "rows": "rows", "bound": "least possible rows", "conversations": "conversations", "documents": "documents",
+    "tokens": "tokens", "loss_tokens": "in the loss", "fill": "full",
+}  # fmt: skip
+
+
+def _splits_table(manifest: dict[str, Any]) -> Table:
+    def cell(key: str, value: Any) -> Any:
+        return f"{value:.1%}" if key == "fill" else value
+
+    splits = manifest["splits"].items()
+    rows = [{"split": name} | {SIZES.get(k, k): cell(k, v) for k, v in sizes.items()} for name, sizes in splits]
+    return Table.of(rows)
 
 
 def _ledger_table(manifest: dict[str, Any]) -> Table:
@@ -133,14 +151,20 @@ def _dropped_table(manifest: dict[str, Any]) -> Table:
     return Table(("reason", "rows", "for example"), rows, "Dropped rows")
 
 
-def _lengths_table(histogram: dict[str, list[int]]) -> Table:
-    """The manifest's bins, joined to SHOWN_LENGTHS rows."""
-    joined = len(histogram["upto"]) // SHOWN_LENGTHS
-    edges = histogram["upto"][joined - 1 :: joined]
-    counts = [sum(histogram["documents"][start : start + joined]) for start in range(0, len(edges) * joined, joined)]
-    total = sum(counts)
-    rows = [(edge, count, f"{count / total:.1%}") for edge, count in zip(edges, counts, strict=True)]
-    return Table(("up to tokens", "documents", "share"), rows, "Lengths")
+def _unused_table(unused: dict[str, int]) -> Table:
+    rows = [(key.removeprefix("message."), "message" if "." in key else "row", n) for key, n in unused.items()]
+    return Table(("key", "of", "rows"), rows, "Keys of the data that are not used")
+
+
+def _warnings(manifest: dict[str, Any]) -> Iterator[str]:
+    """What is not as the source has it. Folders of older versions do not say it."""
+    if changes := manifest.get("changed_rows"):
+        yield "Changed rows: " + ", ".join(f"{change} ({rows:,})" for change, rows in changes.items())
+    for sentence, rows in manifest.get("warnings", {}).items():
+        yield f"Warning: {sentence} ({rows:,} rows)"
+    if others := manifest.get("files_not_read"):
+        more = f" and {len(others) - SHOWN_FILES:,} more" if len(others) > SHOWN_FILES else ""
+        yield f"Files that are not read: {', '.join(others[:SHOWN_FILES])}{more}"
 
 
 def prepare(
@@ -149,20 +173,25 @@ def prepare(
     engine: EngineName = "auto",
     workers: int = 1,
     progress: bool = True,
+    cluster: Cluster | None = None,
 ) -> Dataset:
     """The recipe's dataset folder under `out`, built if no folder with the same digest is there.
 
-    The rows do not depend on engine and workers (processes), to the byte. Raises InputError where the data, the
-    tokenizer or the engine is not found, KitError where nothing is left to train on.
+    The rows do not depend on engine and workers (processes), to the byte. Models and datasets of the hub are looked for
+    in the cluster's paths.hf_home if it names one, else in HF_HOME. Raises InputError where the data, the tokenizer or
+    the engine is not found, KitError where nothing is left to train on.
     """
+    with _caches_of(cluster):
+        return _prepare(recipe, out, engine, workers, progress)
+
+
+def _prepare(recipe: Recipe, out: Path, engine: EngineName, workers: int, progress: bool) -> Dataset:
     found = find_inputs(recipe)
 
     def encode(folder: Path) -> Sequence[Path]:
         source = detect_format(found, recipe.data.source, recipe.data.source_format)
-        if not progress:
-            return _encode(recipe, source, folder, engine, workers)
-        size = sum(path.stat().st_size for path in source.files)
-        with progress_bar(size, "prepare", "B", unit_scale=True) as bar:
+        size = source.bytes_of(Part(0, workers))
+        with progress_bar(size, "prepare", "B", shown=progress, unit_scale=True) as bar:
             return _encode(recipe, source, folder, engine, workers, bar.update)
 
     return _build_once(recipe, found, out, encode)
@@ -183,18 +212,23 @@ def merge(recipe: Recipe, parts: Sequence[Path], out: Path = Path("prepared")) -
     return _build_once(recipe, found, out, lambda folder: parts)
 
 
-def find_prepared(recipe: Recipe, out: Path = Path("prepared")) -> Dataset | None:
+def find_prepared(recipe: Recipe, out: Path = Path("prepared"), cluster: Cluster | None = None) -> Dataset | None:
     """The folder that `prepare` would return without building it, or None. Data are read only if they have changed."""
     wanted = settings(recipe)
     manifests = [path for path in out.glob("*/manifest.json") if not path.parent.name.startswith(".")]
     if not any(same_settings(files.read_json(path)["settings"], wanted) for path in manifests):
         return None
     try:
-        digest = dataset_digest(recipe, find_inputs(recipe), out)
+        with _caches_of(cluster):
+            digest = dataset_digest(recipe, find_inputs(recipe), out)
     except InputError:  # the data or the tokenizer is gone: prepare would raise
         return None
     path = _folder_of_digest(out, digest)
     return Dataset(path, recipe) if path else None
+
+
+def _caches_of(cluster: Cluster | None) -> AbstractContextManager[None]:
+    return models.use_hf_home(cluster.paths.hf_home if cluster else "")
 
 
 def _folder_of_digest(out: Path, digest: str) -> Path | None:
@@ -242,37 +276,13 @@ def _dataset_lock(out: Path, digest: str) -> Iterator[None]:
 
 
 def _encode(
-    recipe: Recipe, source: Source, folder: Path, engine: EngineName, workers: int, on_bytes: OnBytes | None = None
+    recipe: Recipe, source: Source, folder: Path, engine: EngineName, workers: int, on_bytes: OnBytes
 ) -> Sequence[Path]:
-    if workers == 1:
-        return [encode_part(recipe, source, folder, ALL_ROWS, engine, on_bytes)]
+    """The files of all parts. This process encodes the first part, and reports the bytes of that one."""
+    parts = [Part(index, workers) for index in range(workers)]
     context = get_context("spawn")  # a forked process may hold locks of the parent's threads
-    bytes_read = context.Value("d", 0.0)
-    with ProcessPoolExecutor(workers, context, _start_worker, (bytes_read,)) as pool:
-        parts = [Part(index, workers) for index in range(workers)]
-        futures = [pool.submit(_encode_in_worker, recipe, source, folder, part, engine) for part in parts]
-        pending, reported = set(futures), 0.0
-        while pending:
-            _, pending = wait(pending, timeout=0.2)
-            if on_bytes:
-                on_bytes(bytes_read.value - reported)
-                reported = bytes_read.value
-        return [future.result() for future in futures]
-
-
-_bytes_read: Any = None  # in a worker: the counter that all workers share
-
-
-def _start_worker(bytes_read: Any) -> None:
-    global _bytes_read
-    _bytes_read = bytes_read
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each worker
-
-
-def _encode_in_worker(recipe: Recipe, source: Source, folder: Path, part: Part, engine: EngineName) -> Path:
-    return encode_part(recipe, source, folder, part, engine, _count_bytes)
-
-
-def _count_bytes(count: float) -> None:
-    with _bytes_read.get_lock():
-        _bytes_read.value += count
+    one_thread = ("TOKENIZERS_PARALLELISM", "false")
+    with ProcessPoolExecutor(workers, context, os.putenv, one_thread) as pool:
+        others = [pool.submit(encode_part, recipe, source, folder, part, engine) for part in parts[1:]]
+        first = encode_part(recipe, source, folder, parts[0], engine, on_bytes)
+        return [first, *(other.result() for other in others)]

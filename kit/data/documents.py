@@ -5,6 +5,8 @@ back in the order of the source.
 """
 
 import hashlib
+import json
+import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +28,10 @@ from kit.data.identity import inputs_stamp
 from kit.data.ledger import Ledger
 from kit.data.records import OnBytes
 from kit.data.sources import ALL_ROWS, Part, Place, Source
-from kit.errors import KitError
 
 COMPARED_CONVERSATIONS = 32  # of each part, compared with the tokenizer's own rendering
 BATCH_CHARACTERS = 2**19  # encoded at a time
+BATCH_DOCUMENTS = 2**12  # whose tokens are copied at a time; each has its own pages, of which Linux maps 64 KiB at once
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class PartReport:
     source_format: str  # how the format was found
     engine: str
     ledger: dict[str, Any]
+    files_not_read: tuple[str, ...] = ()  # of the source's folder
 
     @classmethod
     def of(cls, part: Path) -> "PartReport":
@@ -72,10 +75,7 @@ def encode_part(
     engine: EngineName = "tokenizers",
     on_bytes: OnBytes | None = None,
 ) -> Path:
-    """Write the part's documents and report into the folder, part 0 the tokenizer as well; returns the Arrow file.
-
-    Raises KitError where ids differ from the tokenizer's own rendering.
-    """
+    """Write the part's documents and report into the folder, part 0 the tokenizer as well; returns the Arrow file."""
     import pyarrow as pa
 
     path = part_path(folder, part)
@@ -89,9 +89,12 @@ def encode_part(
         schema = _record_batch([], recipe).schema
         with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for rows in _batches(source.read(recipe.data.lang, ledger.drop, part, on_bytes)):
-                encoded = encoder([conversation.messages for _, conversation in rows])
-                if not ledger.read_tokens:
-                    _compare_with_template(encoder, rows[:COMPARED_CONVERSATIONS], encoded)
+                encoded = _encode(encoder, rows)
+                if not ledger.read_tokens and not _agree(encoder, rows[:COMPARED_CONVERSATIONS], encoded):
+                    encoder.is_piecewise = False
+                    encoded = _encode(encoder, rows)
+                for (_, conversation), made in zip(rows, encoded, strict=True):
+                    ledger.note(conversation, made)
                 documents = [
                     Document(conversation, place, piece, document)
                     for (place, conversation), whole in zip(rows, encoded, strict=True)
@@ -100,7 +103,9 @@ def encode_part(
                 writer.write_batch(_record_batch(documents, recipe))
         unfinished.replace(path)
     stamp = inputs_stamp(recipe, source)
-    report = PartReport(part.index, part.count, stamp, source.reason, encoder.engine.name, ledger.as_json())
+    report = PartReport(
+        part.index, part.count, stamp, source.reason, encoder.engine.name, ledger.as_json(), source.not_read
+    )
     files.write_json(path.with_suffix(".json"), vars(report))
     return path
 
@@ -117,15 +122,18 @@ def _batches(rows: Iterator[tuple[Place, Conversation]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _compare_with_template(
-    encoder: Encoder, rows: Sequence[tuple[Place, Conversation]], encoded: Sequence[Encoded]
-) -> None:
-    for (_, conversation), whole in zip(rows, encoded, strict=False):
-        if not agrees_with_template(encoder, conversation.messages, whole):
-            raise KitError(
-                f"Conversation {conversation.id}: piecewise ids differ from the tokenizer's own rendering, so this "
-                "tokenizer joins text across control tokens; its loss mask would not be exact."
-            )
+def _encode(encoder: Encoder, rows: Sequence[tuple[Place, Conversation]]) -> list[Encoded]:
+    conversations = [conversation for _, conversation in rows]
+    tools = [conversation.tools for conversation in conversations]
+    return encoder([conversation.messages for conversation in conversations], tools if any(tools) else ())
+
+
+def _agree(encoder: Encoder, rows: Sequence[tuple[Place, Conversation]], encoded: Sequence[Encoded]) -> bool:
+    """Whether the ids are those of the tokenizer's own rendering. The texts are compared for every row."""
+    return all(
+        agrees_with_template(encoder, conversation.messages, made, conversation.tools)
+        for (_, conversation), made in zip(rows, encoded, strict=False)
+    )
 
 
 def _record_batch(documents: Sequence[Document], recipe: Recipe) -> Any:
@@ -163,6 +171,8 @@ def is_eval(conversation: Conversation, recipe: Recipe) -> bool:
 def _content_key(conversation: Conversation) -> int:
     """60 bits that are equal for equal messages: two of 10^7 rows collide with a probability of 4 in 100,000."""
     text = "".join(f"{message['role']}\0{message['content']}\0" for message in conversation.messages)
+    if conversation.tools or any(len(message) > 2 for message in conversation.messages):
+        text += json.dumps([conversation.tools, conversation.messages], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 4
 
 
@@ -173,11 +183,12 @@ def _prompt_key(conversation: Conversation) -> int:
 class Documents:
     """The documents of all parts in the order of the source. Attributes are arrays of one value per document.
 
-    Tokens stay in the memory-mapped files; `tokens` returns views of them.
+    Tokens stay in the memory-mapped files; `tokens` returns views of them, `joined_tokens` a copy.
     """
 
     def __init__(self, parts: Sequence[Path]) -> None:
-        batches = [batch for path in parts for batch in _mapped_batches(path)]
+        self._mapped = [_map(path) for path in parts]
+        batches = [batch for mapped in self._mapped for batch in _batches_of(mapped)]
         self._values = {name: [_flat(batch[name]) for batch in batches] for name in ("input_ids", "labels")}
         offsets = [np.from_dlpack(batch["input_ids"].offsets).astype(np.int64) for batch in batches]
         starts, batch_index = _joined([each[:-1] for each in offsets]), np.arange(len(batches))
@@ -204,6 +215,20 @@ class Documents:
         places = zip(*(column[documents].tolist() for column in columns), strict=True)
         return [self._values[name][batch][start : start + length] for batch, start, length in places]
 
+    def joined_tokens(self, name: str, documents: Array) -> Array:
+        """ "input_ids" or "labels" of these documents, one after the other in one array.
+
+        The files may be larger than memory, so their pages are unmapped again.
+        """
+        found, end = np.empty(self.length[documents].sum(), np.int32), 0
+        for first in range(0, len(documents), BATCH_DOCUMENTS):
+            chosen = documents[first : first + BATCH_DOCUMENTS]
+            start, end = end, end + int(self.length[chosen].sum())
+            np.concatenate(self.tokens(name, chosen), out=found[start:end])
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_DONTNEED)
+        return found
+
     @staticmethod
     def _read(batches: Sequence[Any], name: str) -> Array:
         return _joined([np.from_dlpack(batch[name]) for batch in batches])
@@ -213,10 +238,15 @@ class Documents:
         return np.array([value for batch in batches for value in batch[name].to_pylist()], object)
 
 
-def _mapped_batches(path: Path) -> list[Any]:
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _batches_of(mapped: mmap.mmap) -> list[Any]:
     import pyarrow as pa
 
-    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    reader = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped)))
     return [reader.get_batch(index) for index in range(reader.num_record_batches)]
 
 

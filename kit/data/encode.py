@@ -1,30 +1,30 @@
 """Encoder: conversations into token ids with an exact loss mask, for any chat template.
 
-The template is rendered once with marks around each message's content. Text outside the marks is the template's: its
-control tokens become ids. Text inside is content: it stays text, even if it looks like a control token. The loss counts
-the content of replies and the token that ends them.
+template.py renders a conversation and says which text is the template's: its control tokens become ids. Text of a
+message stays text, even if it looks like a control token. The loss counts the content of replies and the token that
+ends them.
+
+Each text between control tokens is encoded by itself. That gives the ids of the complete text, unless the tokenizer's
+control tokens take white space from their neighbours, or its first word has a prefix. Conversations of such tokenizers
+are encoded in one piece.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.engine import Engine, EngineName, TokenIds, Tokens
+from kit.data.places import Messages, Piece, Rendered
+from kit.data.template import ChatTemplate, Tools
 from kit.errors import KitError
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them out of all text
+MAX_TEMPLATE_TEXTS = 1024  # whose ids are kept
 IGNORE = -100  # the label that PyTorch's cross-entropy skips
-# Templates that ask for today's date would give other ids tomorrow. This is the date in Llama 3.1's template.
-FIXED_DATE = (
-    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
-    "| replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') }}{%- endmacro -%}"
-)
-
-Messages = Sequence[dict[str, str]]
 TokenMask = NDArray[np.bool_]
 ByteSpan = tuple[int, int]
 
@@ -37,6 +37,9 @@ class Encoded:
     in_loss: TokenMask
     template_tokens: int = 0  # tokens that hold no byte of any message
     refused: str = ""  # the reason in words, for the ledger; empty where the conversation was encoded
+    rewritten: bool = False  # the template has left out, changed or moved words of a message
+    open_end: bool = False  # the last reply has no end token
+    unused: tuple[str, ...] = ()  # keys that the template does not take
 
     @property
     def loss_tokens(self) -> int:
@@ -70,10 +73,15 @@ class _TextRun:
 
 
 class _ControlRun(NamedTuple):
-    """Ids of the template, from one control token to another, and which of them the loss counts."""
+    """Ids of the template, from one control token to another, and which of them the loss counts.
+
+    `loss_span` is the part of their text, in bytes, that the loss counts.
+    """
 
     ids: TokenIds
     in_loss: TokenMask
+    text: str = ""
+    loss_span: ByteSpan = (0, 0)
 
 
 class _TemplateText(NamedTuple):
@@ -83,16 +91,21 @@ class _TemplateText(NamedTuple):
     head: str
     ids: TokenIds
     tail: str
+    control: str = ""  # the text of `ids`
+    first: str = ""  # the first control token
 
 
-_Layout = list[_TextRun | _ControlRun]
+@dataclass(slots=True)
+class _Layout:
+    """Runs of text and of control tokens in order, with what is known of the conversation's rendering."""
+
+    runs: list[_TextRun | _ControlRun]
+    rendered: Rendered
+    open_end: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A conversation that the template cannot render."""
-
-    reason: str
+def _refused(reason: str) -> Encoded:
+    return Encoded(np.zeros(0, np.int32), np.zeros(0, np.bool_), refused=reason)
 
 
 class Encoder:
@@ -104,101 +117,114 @@ class Encoder:
         self.tokenizer, self.loss = tokenizer, loss
         self.engine = Engine(tokenizer, engine)
         self.control_ids = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-        longest_first = sorted(self.control_ids, key=len, reverse=True)
-        self.control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.control_pattern, self.special_pattern = _any_of(self.control_ids), _any_of(specials)
         self.template_texts: dict[str, _TemplateText] = {}
-        self.template = ""  # read at the first conversation: plain documents need none
-        self.strips_content = False
+        self.is_piecewise = True  # False where a conversation shows that the tokenizer joins neighbours
 
-    def __call__(self, conversations: Sequence[Messages]) -> list[Encoded]:
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Loaded at the first conversation. Raises KitError if the tokenizer has no template."""
+        return ChatTemplate(self.tokenizer, self.control_pattern, self.special_pattern)
+
+    def __call__(self, conversations: Sequence[Messages], tools: Sequence[Tools] = ()) -> list[Encoded]:
         """One Encoded per conversation; a single message of role "text" is a document and takes no template.
 
-        Raises KitError where the tokenizer has no chat template or one that changes contents: its loss mask would not
-        be exact.
+        Raises KitError where the tokenizer has no chat template.
         """
-        rendered = iter(self._chat_layouts([m for m in conversations if m[0]["role"] != "text"]))
-        layouts = [self._document_layout(m[0]) if m[0]["role"] == "text" else next(rendered) for m in conversations]
-        runs = [item for layout in layouts if isinstance(layout, list) for item in layout]
-        tokens = iter(self.engine([run.text for run in runs if isinstance(run, _TextRun)]))
-        return [self._assemble(layout, tokens) for layout in layouts]
-
-    def render(self, conversations: Sequence[Messages], **options: Any) -> Any:
-        """apply_chat_template, with a fixed date where the template asks for today's."""
-        return self.tokenizer.apply_chat_template(
-            [list(messages) for messages in conversations], chat_template=self.template, **options
-        )
-
-    def _read_template(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise KitError(
-                f"The tokenizer {self.tokenizer.name_or_path} has no chat template; choose an instruct model, or put a "
-                "chat_template.jinja into the tokenizer's folder."
-            )
-        template = str(self.tokenizer.get_chat_template())
-        self.template = FIXED_DATE + template if "strftime_now" in template else template
-        probe = [[{"role": "user", "content": "\n x \n"}, {"role": "assistant", "content": "y"}]]
-        self.strips_content = "\n x \n" not in self.render(probe, tokenize=False)[0]  # as Llama 3's template does
-        if isinstance(self._chat_layouts(probe)[0], _Refused):
-            raise KitError("The chat template changes, drops or reorders contents, so the loss mask cannot be exact.")
-
-    def _chat_layouts(self, chats: Sequence[Messages]) -> list[_Layout | _Refused]:
-        """Runs of text and of control tokens in order, for each conversation."""
-        from jinja2 import TemplateError
-
-        if not chats:
-            return []
-        if not self.template:
-            self._read_template()
-        contents = [[self._content(message) for message in messages] for messages in chats]
-        marked = [
-            [{"role": m["role"], "content": OPEN + text + CLOSE} for m, text in zip(messages, texts, strict=True)]
-            for messages, texts in zip(chats, contents, strict=True)
+        given = tools or [()] * len(conversations)
+        chats = [index for index, messages in enumerate(conversations) if messages[0]["role"] != "text"]
+        rendered: dict[int, Rendered] = {}
+        if chats:
+            found = self.template([conversations[index] for index in chats], [given[index] for index in chats])
+            rendered = dict(zip(chats, found, strict=True))
+        layouts = [
+            self._chat_layout(rendered[index]) if index in rendered else self._document_layout(messages[0])
+            for index, messages in enumerate(conversations)
         ]
-        try:
-            rendered = self.render(marked, tokenize=False)
-        except TemplateError as error:
-            if len(chats) == 1:
-                return [_Refused(f"refused by the chat template: {error}")]
-            return [self._chat_layouts([messages])[0] for messages in chats]
-        return [self._chat_layout(*each) for each in zip(chats, contents, rendered, strict=True)]
+        unsplit = set(rendered) if rendered and (self._joins_neighbours or not self.is_piecewise) else set()
+        pieces = [run for index, layout in enumerate(layouts) if index not in unsplit for run in layout.runs]
+        tokens = iter(self.engine([run.text for run in pieces if isinstance(run, _TextRun)]))
+        return [
+            self._assemble_unsplit(layout) if index in unsplit else self._assemble(layout, tokens)
+            for index, layout in enumerate(layouts)
+        ]
 
-    def _content(self, message: dict[str, str]) -> str:
-        return message["content"].strip() if self.strips_content else message["content"]
+    @cached_property
+    def _joins_neighbours(self) -> bool:
+        """Whether this tokenizer gives a text other ids than its parts between control tokens."""
+        backend, template = self.tokenizer.backend_tokenizer, self.template.source()
+        used = [
+            token
+            for token in self.tokenizer.added_tokens_decoder.values()
+            if str(token) in template or str(token) in (self.tokenizer.bos_token, self.tokenizer.eos_token)
+        ]
+        takes_space = any(token.lstrip or token.rstrip or token.single_word for token in used)
+        is_normalised = backend.normalizer is not None and any(token.normalized for token in used)
+        words = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
+        return takes_space or is_normalised or b'"prepend_scheme":"first"' in words
 
-    def _chat_layout(self, messages: Messages, contents: list[str], rendered: str) -> _Layout | _Refused:
-        pieces = re.split(f"[{OPEN}{CLOSE}]", rendered)  # template text and contents in turn
-        if pieces[1::2] != contents:
-            return _Refused("changed by the chat template")
-        layout: _Layout = []
-        run, after_reply = _TextRun(), False
-        for index, piece in enumerate(pieces):
-            if index % 2:
-                after_reply = messages[index // 2]["role"] == "assistant"
-                run.add(piece, is_content=True, in_loss=after_reply)
+    def _chat_layout(self, rendered: Rendered) -> _Layout:
+        runs: list[_TextRun | _ControlRun] = []
+        run, last = _TextRun(), Piece("")  # the last content since a control token of the template
+        for piece in rendered.pieces:
+            counts = self._counts(piece)
+            if piece.is_turn:
+                run, last = self._add_turn(piece.text, counts, runs, run), piece
+            elif piece.is_content:
+                run.add(piece.text, is_content=True, in_loss=counts)
+                last = piece
+            elif piece.text:
+                found = self._template_text(piece.text)
+                has_control = bool(len(found.ids))
+                run.add(found.head, in_loss=self._counts(last) and (has_control or self.loss == "all"))
+                if has_control:
+                    runs += [run, self._control_run(found, last)]
+                    run, last = _TextRun(), Piece("")
+                    run.add(found.tail, in_loss=counts)
+        kept = [item for item in [*runs, run] if isinstance(item, _ControlRun) or item.text]
+        return _Layout(kept, rendered, last.in_loss)
+
+    def _counts(self, piece: Piece) -> bool:
+        return piece.in_loss or (self.loss == "all" and not piece.left_out)
+
+    def _control_run(self, found: _TemplateText, last: Piece) -> _ControlRun:
+        """The first control token after a reply ends it, so it counts as that does."""
+        in_loss = np.full(len(found.ids), self.loss == "all")
+        in_loss[0] = self._counts(last)
+        first, size = len(found.first.encode()), len(found.control.encode())
+        span = (0 if in_loss[0] else first, size if self.loss == "all" else first)
+        return _ControlRun(found.ids, in_loss, found.control, span)
+
+    def _add_turn(self, text: str, counts: bool, runs: list[_TextRun | _ControlRun], run: _TextRun) -> _TextRun:
+        """Append a reply with control tokens of the template inside; returns the run after the last of these."""
+        for part in self.control_pattern.split(text):
+            if part not in self.control_ids:
+                run.add(part, is_content=True, in_loss=counts)
                 continue
-            found = self._template_text(piece)
-            has_control = bool(len(found.ids))
-            run.add(found.head, in_loss=after_reply and has_control)
-            if has_control:
-                in_loss = np.zeros(len(found.ids), np.bool_)
-                in_loss[0] = after_reply  # the first control token after a reply ends it
-                layout += [run, _ControlRun(found.ids, in_loss)]
-                run, after_reply = _TextRun(), False
-                run.add(found.tail)
-        return [item for item in [*layout, run] if isinstance(item, _ControlRun) or item.text]
+            ids = np.array([self.control_ids[part]], np.int32)
+            span = (0, len(part.encode()) if counts else 0)
+            runs += [run, _ControlRun(ids, np.array([counts]), part, span)]
+            run = _TextRun()
+        return run
 
     def _template_text(self, piece: str) -> _TemplateText:
-        if piece not in self.template_texts:
-            head, *rest = self.control_pattern.split(piece)
-            tail = rest.pop() if rest else ""
-            ids = [self._control_or_text_ids(text) for text in rest if text]
-            self.template_texts[piece] = _TemplateText(head, np.concatenate([[], *ids]).astype(np.int32), tail)
-        return self.template_texts[piece]
+        if piece in self.template_texts:
+            return self.template_texts[piece]
+        head, *rest = self.control_pattern.split(piece)
+        tail = rest.pop() if rest else ""
+        ids = [self._control_or_text_ids(text) for text in rest if text]
+        found = _TemplateText(
+            head, np.concatenate([[], *ids]).astype(np.int32), tail, "".join(rest), rest[0] if rest else ""
+        )
+        if len(self.template_texts) < MAX_TEMPLATE_TEXTS:  # tools and dates may differ in every conversation
+            self.template_texts[piece] = found
+        return found
 
     def _control_or_text_ids(self, text: str) -> Any:
         return [self.control_ids[text]] if text in self.control_ids else self.engine([text])[0].ids
 
-    def _document_layout(self, message: dict[str, str]) -> _Layout:
+    def _document_layout(self, message: dict[str, Any]) -> _Layout:
         """Plain text, all of it in the loss, between BOS, if the tokenizer itself adds it, and EOS."""
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
@@ -210,13 +236,13 @@ class Encoder:
         begin, end = (
             _ControlRun(np.array(ids, np.int32), np.ones(len(ids), np.bool_)) for ids in (bos, [tokenizer.eos_token_id])
         )
-        return [begin, run, end]
+        return _Layout([begin, run, end], Rendered())
 
-    def _assemble(self, layout: _Layout | _Refused, tokens: Iterator[Tokens]) -> Encoded:
-        if isinstance(layout, _Refused):
-            return Encoded(np.zeros(0, np.int32), np.zeros(0, np.bool_), refused=layout.reason)
+    def _assemble(self, layout: _Layout, tokens: Iterator[Tokens]) -> Encoded:
+        if layout.rendered.refused:
+            return _refused(layout.rendered.refused)
         ids, masks, content_tokens = [], [], 0
-        for item in layout:
+        for item in layout.runs:
             if isinstance(item, _ControlRun):
                 ids.append(item.ids)
                 masks.append(item.in_loss)
@@ -227,7 +253,51 @@ class Encoder:
             masks.append(is_content if item.in_loss == item.content else _covered(found, item.in_loss))
             content_tokens += int(np.count_nonzero(is_content))
         all_ids, in_loss = np.concatenate(ids), np.concatenate(masks)
-        return Encoded(all_ids, in_loss | (self.loss == "all"), len(all_ids) - content_tokens)
+        return self._encoded(layout, all_ids, in_loss, content_tokens)
+
+    def _assemble_unsplit(self, layout: _Layout) -> Encoded:
+        """Ids of the complete text. Content that looks like a control token would become one, so that is refused."""
+        if layout.rendered.refused:
+            return _refused(layout.rendered.refused)
+        contents = [piece.text for piece in layout.rendered.pieces if piece.is_content and not piece.is_turn]
+        if any(map(self.special_pattern.search, contents)):
+            return _refused("control token in a message")
+        text = _TextRun()
+        for item in layout.runs:
+            at = text.size
+            text.add(item.text)
+            if isinstance(item, _ControlRun):
+                start, end = item.loss_span
+                text.in_loss += [(at + start, at + end)] if start < end else []
+            else:
+                text.content += [(at + start, at + end) for start, end in item.content]
+                text.in_loss += [(at + start, at + end) for start, end in item.in_loss]
+        (found,) = self.engine.with_control_tokens([text.text])
+        is_control = np.isin(found.ids, list(self.control_ids.values()))
+        # A control token may have taken white space from its neighbours; it is where it starts.
+        starts_inside = _covered(Tokens(found.ids, found.starts, found.starts + 1), text.in_loss)
+        in_loss = np.where(is_control, starts_inside, _covered(found, text.in_loss))
+        is_content = _covered(found, text.content) & ~is_control
+        return self._encoded(layout, found.ids, in_loss, int(np.count_nonzero(is_content)))
+
+    def _encoded(self, layout: _Layout, ids: TokenIds, in_loss: TokenMask, content_tokens: int) -> Encoded:
+        rendered = layout.rendered
+        if self.loss == "all" and not any(piece.left_out for piece in rendered.pieces):
+            in_loss = in_loss | True  # tokens of no bytes too
+        return Encoded(
+            ids,
+            in_loss,
+            len(ids) - content_tokens,
+            rewritten=rendered.rewritten,
+            open_end=layout.open_end,
+            unused=rendered.unused,
+        )
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern with one group that matches the longest of these words; without words it never matches."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"((?!))")
 
 
 def _covered(tokens: Tokens, spans: list[ByteSpan]) -> TokenMask:
@@ -238,10 +308,9 @@ def _covered(tokens: Tokens, spans: list[ByteSpan]) -> TokenMask:
     return hit
 
 
-def agrees_with_template(encoder: Encoder, messages: Messages, encoded: Encoded) -> bool:
+def agrees_with_template(encoder: Encoder, messages: Messages, encoded: Encoded, tools: Tools = ()) -> bool:
     """True if the ids equal apply_chat_template's own, as they must where no content looks like a control token."""
     is_document = messages[0]["role"] == "text"
     if encoded.refused or is_document or any(encoder.control_pattern.search(m["content"]) for m in messages):
         return True
-    ids = encoder.render([messages], tokenize=True, return_dict=True)["input_ids"][0]
-    return bool(list(ids) == encoded.ids.tolist())
+    return bool(encoder.template.own_ids(messages, tools) == encoded.ids.tolist())

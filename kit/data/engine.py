@@ -137,10 +137,14 @@ class Engine:
             return None
         return Tokens(ids, ends - widths, ends)
 
-    def _with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+    def with_control_tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """One Tokens per text, in which control tokens are control tokens."""
+        return self._with_offsets(texts, plain=False)
+
+    def _with_offsets(self, texts: Sequence[str], plain: bool = True) -> list[Tokens]:
         """Positions from the offsets that tokenizers gives, in characters."""
         found = []
-        for text, encoding in zip(texts, self._encode(texts, offsets=True), strict=True):
+        for text, encoding in zip(texts, self._encode(texts, offsets=True, plain=plain), strict=True):
             code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
             sizes = np.searchsorted([0x7F, 0x7FF, 0xFFFF], code_points) + 1  # bytes of each character in UTF-8
             starts, ends = np.r_[0, sizes.cumsum()][np.array(encoding.offsets, np.int64).reshape(-1, 2)].T
@@ -149,9 +153,9 @@ class Engine:
             found.append(Tokens(np.array(encoding.ids, np.int32), starts, ends))
         return found
 
-    def _encode(self, texts: Sequence[str], offsets: bool) -> list[Any]:
+    def _encode(self, texts: Sequence[str], offsets: bool, plain: bool = True) -> list[Any]:
         encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
-        before, self.backend.encode_special_tokens = self.backend.encode_special_tokens, True
+        before, self.backend.encode_special_tokens = self.backend.encode_special_tokens, plain
         try:
             return list(encode(list(texts), add_special_tokens=False))
         finally:

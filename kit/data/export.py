@@ -6,9 +6,8 @@ import shutil
 import struct
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,14 @@ from kit import files
 from kit.data.conversations import Conversation
 from kit.data.dataset import Dataset
 from kit.data.sources import Source
-from kit.show import Part, Result
+from kit.show import Answer
 
 BATCH_ROWS = 1000  # read and written at once: 16 MB at 2,048 tokens a row
 TYPE_CODES = {"int32": 4, "uint16": 8}  # DType of megatron-core 0.16.1, core/datasets/indexed_dataset.py
 TAR_BLOCK = 512  # bytes
 
 
-@dataclass(frozen=True)
-class Export(Result):
-    """A new folder in another format."""
-
-    folder: Path
-    counts: dict[str, int]
-    rejected: dict[str, int] = field(default_factory=dict)  # rows by reason
-
-    def as_dict(self) -> dict[str, Any]:
-        """{"folder", each count, "rejected": {reason: rows}}."""
-        return {"folder": str(self.folder), **self.counts, "rejected": self.rejected}
-
-    def parts(self) -> Iterator[Part]:
-        """One line, and one more if rows were rejected."""
-        yield f"{self.folder}: " + ", ".join(f"{count:,} {name}" for name, count in self.counts.items())
-        if self.rejected:
-            yield "rejected rows: " + ", ".join(f"{reason} ({rows:,})" for reason, rows in self.rejected.items())
-
-
-def to_megatron(dataset: Dataset, out: Path) -> Export:
+def to_megatron(dataset: Dataset, out: Path) -> Answer:
     """OUT/<split>.bin and .idx, each packed document one sequence; Megatron's data prefix is OUT/<split>.
 
     The format has no labels, so the loss mask is lost. Raises InputError if OUT exists.
@@ -65,7 +45,7 @@ def to_megatron(dataset: Dataset, out: Path) -> Export:
             write_index(folder / f"{split}.idx", dtype, all_lengths)
             sequences += len(all_lengths)
             tokens += int(all_lengths.sum())
-    return Export(out, {"sequences": sequences, "tokens": tokens})
+    return _answer(out, sequences=sequences, tokens=tokens)
 
 
 def write_index(path: Path, dtype: np.dtype[Any], lengths: np.ndarray[Any, Any]) -> None:
@@ -83,7 +63,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: np.ndarray[Any, Any])
             stream.write(values.tobytes())
 
 
-def to_parquet(dataset: Dataset, out: Path) -> Export:
+def to_parquet(dataset: Dataset, out: Path) -> Answer:
     """OUT/data/<split>-00000-of-00001.parquet with all columns, zstd: the layout that load_dataset(OUT) reads.
 
     Raises InputError if OUT exists.
@@ -99,10 +79,10 @@ def to_parquet(dataset: Dataset, out: Path) -> Export:
                 for table in rows.with_format("arrow").iter(BATCH_ROWS):
                     writer.write_table(table)
             count += len(rows)
-    return Export(out, {"rows": count})
+    return _answer(out, rows=count)
 
 
-def to_webdataset(source: Source, out: Path, shard_bytes: int = 256 * 2**20, lang: str = "") -> Export:
+def to_webdataset(source: Source, out: Path, shard_bytes: int = 256 * 2**20, lang: str = "") -> Answer:
     """OUT/<split>-000000.tar and on, one member per document: .txt for plain text, .json for a conversation.
 
     Shards have at most `shard_bytes`, or one larger document. Rows without a split go to train. The result counts
@@ -121,7 +101,15 @@ def to_webdataset(source: Source, out: Path, shard_bytes: int = 256 * 2**20, lan
             else:
                 splits[split].add("json", json.dumps(row, ensure_ascii=False).encode())
     documents = sum(shards.documents for shards in splits.values())
-    return Export(out, {"documents": documents, "shards": sum(s.count for s in splits.values())}, dict(rejected))
+    return _answer(out, rejected, documents=documents, shards=sum(shards.count for shards in splits.values()))
+
+
+def _answer(folder: Path, rejected: Mapping[str, int] | None = None, **counts: int) -> Answer:
+    """{"folder", each count, "rejected": {reason: rows}}."""
+    lines = [f"{folder}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())]
+    if rejected:
+        lines.append("rejected rows: " + ", ".join(f"{reason} ({rows:,})" for reason, rows in rejected.items()))
+    return Answer({"folder": str(folder), **counts, "rejected": dict(rejected or {})}, *lines)
 
 
 def as_row(conversation: Conversation) -> dict[str, Any]:
@@ -130,7 +118,8 @@ def as_row(conversation: Conversation) -> dict[str, Any]:
     first = conversation.messages[0]
     if first["role"] == "text":
         return row | {"text": first["content"]}
-    return row | {"messages": conversation.messages}
+    tools = {"tools": conversation.tools} if conversation.tools else {}
+    return row | tools | {"messages": conversation.messages}
 
 
 class _Shards:

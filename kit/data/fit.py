@@ -7,8 +7,9 @@ import numpy as np
 
 from kit.config.recipe import Data
 from kit.data.conversations import Conversation
-from kit.data.encode import Encoded, Encoder, Messages
+from kit.data.encode import Encoded, Encoder
 from kit.data.ledger import Ledger
+from kit.data.places import Messages
 
 
 def fit(
@@ -29,6 +30,8 @@ def fit(
         too_long = length > data.seq_len
         if too_long and data.overlong == "drop":
             ledger.drop(conversation.id, "longer than seq_len", length)
+        elif not document.in_loss[1:].any():
+            ledger.drop(conversation.id, "no reply in the loss", length)
         elif not _has_reply(document, data.seq_len):
             ledger.drop(conversation.id, "no reply inside seq_len", length)
         elif too_long:
@@ -65,7 +68,8 @@ def _split(conversation: Conversation, encoded: Encoded, encoder: Encoder, size:
     turns = [messages[start:end] for start, end in pairwise([*questions, len(messages)])]
     if len(turns) < 2:
         return [encoded]
-    lengths = [len(each.ids) for each in encoder([head + turn for turn in turns])]
+    tools = conversation.tools
+    lengths = [len(each.ids) for each in encoder([head + turn for turn in turns], [tools] * len(turns))]
     # sum(lengths) has the head once for each turn, the conversation has it once.
     head_tokens = (sum(lengths) - len(encoded.ids)) // (len(turns) - 1)
     groups: list[Messages] = []
@@ -76,4 +80,4 @@ def _split(conversation: Conversation, encoded: Encoded, encoder: Encoder, size:
             room = size - head_tokens
         groups[-1] = [*groups[-1], *turn]
         room -= length - head_tokens
-    return encoder(groups)
+    return encoder(groups, [tools] * len(groups))

@@ -15,11 +15,11 @@ from typing import Any
 from kit import files
 from kit.config import models
 from kit.config.recipe import Recipe
-from kit.data.sources import SourceFiles, find_files
+from kit.data.sources import SourceFiles, check_place, find_files
 
 # Raise this by one when a change of the code gives other rows for the same inputs. Every dataset is then prepared anew;
 # folders of older versions still open. test_identity.py fails if rows change and this does not.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 TOKENIZER_FILE = re.compile(r"token|vocab|merges|\.jinja$|\.model$")
 STEADY_S = 2.0  # a file that changed less than this ago may change again within the resolution of its time stamp
@@ -39,8 +39,9 @@ def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def find_inputs(recipe: Recipe) -> SourceFiles:
     """The files of the recipe's data. Raises InputError where the model or the data are not found.
 
-    The model is looked for first: that is quick, while data of a hub id may have to be fetched.
+    A missing file is noticed at once. Then the model is looked for: data of a hub id may have to be fetched.
     """
+    check_place(recipe.data.source)
     models.source(recipe.model.name)
     return find_files(recipe.data.source)
 

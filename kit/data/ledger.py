@@ -5,8 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.data.conversations import Conversation
+from kit.data.encode import Encoded
 from kit.errors import KitError
 
+OPEN_END = "The chat template writes no token behind a reply: the model will not learn to stop."
 EXAMPLES = 5  # row ids kept for each reason
 
 
@@ -25,6 +28,8 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)  # tokens by reason
     dropped_rows: Counter[str] = field(default_factory=Counter)
     changed_rows: Counter[str] = field(default_factory=Counter)
+    unused_keys: Counter[str] = field(default_factory=Counter)  # rows that have them
+    warnings: Counter[str] = field(default_factory=Counter)  # rows by sentence
     examples: dict[str, list[str]] = field(default_factory=dict)  # ids of dropped rows by reason
 
     def drop(self, row: str, reason: str, tokens: int = 0) -> None:
@@ -38,6 +43,16 @@ class Ledger:
         self.dropped["cut at seq_len"] += tokens
         self.changed_rows["cut at seq_len"] += 1
 
+    def note(self, conversation: Conversation, encoded: Encoded) -> None:
+        """Count what of a row is not trained on, or not as the row has it."""
+        self.unused_keys.update(conversation.unused)
+        if encoded.refused:
+            return
+        self.unused_keys.update(encoded.unused)
+        self.changed_rows["rewritten by the chat template"] += encoded.rewritten
+        self.changed_rows["reply of weight 0"] += not all(m.get("train", True) for m in conversation.messages)
+        self.warnings[OPEN_END] += encoded.open_end
+
     def split(self, repeated_tokens: int) -> None:
         """Count a conversation that became several documents."""
         self.changed_rows["split"] += 1
@@ -45,12 +60,14 @@ class Ledger:
 
     def add(self, part: dict[str, Any]) -> None:
         """Add a part's ledger, as `as_json` returned it. The order of parts does not change the result."""
-        self.read_tokens += part["read_tokens"]
-        self.repeated_tokens += part["repeated_tokens"]
-        self.dropped.update(part["dropped"])
+        self.read_tokens += part["ledger"]["read_tokens"]
+        self.repeated_tokens += part["ledger"]["repeated_tokens"]
+        self.dropped.update(part["ledger"]["dropped"])
         self.dropped_rows.update(part["dropped_rows"])
         self.changed_rows.update(part["changed_rows"])
-        for reason, rows in part["examples"].items():
+        self.unused_keys.update(part["unused_keys"])
+        self.warnings.update(part["warnings"])
+        for reason, rows in part["dropped_examples"].items():
             self._keep_examples(reason, rows)
 
     def close(self, kept_tokens: int) -> None:
@@ -60,10 +77,26 @@ class Ledger:
             raise KitError(f"The token ledger does not add up: {self}. This is a fault in the kit; please report it.")
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as JSON-ready values."""
-        return dict(vars(self))
+        """The keys of the manifest that say where tokens and rows went."""
+        return {
+            "ledger": {
+                "read_tokens": self.read_tokens,
+                "kept_tokens": self.kept_tokens,
+                "repeated_tokens": self.repeated_tokens,
+                "dropped": _positive(self.dropped),
+            },
+            "dropped_rows": dict(sorted(self.dropped_rows.items())),
+            "dropped_examples": dict(sorted(self.examples.items())),
+            "changed_rows": _positive(self.changed_rows),
+            "unused_keys": _positive(self.unused_keys),
+            "warnings": _positive(self.warnings),
+        }
 
     def _keep_examples(self, reason: str, rows: Iterable[str]) -> None:
         """Keep the shortest, then alphabetically first ids, whatever the order in which they come."""
         known = {*self.examples.get(reason, []), *rows}
         self.examples[reason] = sorted(known, key=lambda row: (len(row), row))[:EXAMPLES]
+
+
+def _positive(counts: dict[str, int]) -> dict[str, int]:
+    return {reason: count for reason, count in sorted(counts.items()) if count > 0}

@@ -22,7 +22,7 @@ def join(rows: Iterable[tuple[Place, Any]], reject: Callable[[Place, Any, str], 
     roots: list[Node] = []
     lost: list[Node] = []
     for _, node in nodes.values():
-        parent = str(node.get("parent_id") or "")
+        parent = _identifier(node.get("parent_id"))
         if parent in nodes:
             nodes[parent][1]["replies"].append(node)
         else:
@@ -61,42 +61,33 @@ def best_path(root: Node, lang: str = "") -> list[Node]:
     siblings come after ranked ones, oldest first. Of paths of one length, the one with more characters is taken, then
     the one whose last reply has the smaller id.
     """
-    nodes = [(root, -1)] if not unusable(root, lang) else []
-    for index, (node, _) in enumerate(nodes):  # the list grows while it is read: every node comes after its parent
-        nodes += [(reply, index) for reply in _followers(node, lang)]
-    tails: list[_Tail | None] = [None] * len(nodes)
-    for index in range(len(nodes) - 1, -1, -1):
-        node, parent = nodes[index]
-        tail = tails[index]
-        if not tail and node.get("role") != "prompter":
-            tail = tails[index] = _Tail(0, 0, _id(node), END)
-        if tail and index:
-            longer = _Tail(tail.messages - 1, tail.characters - len(node["text"]), tail.last_reply, index)
-            tails[parent] = min(tails[parent] or longer, longer)
-    return _follow(tails, [node for node, _ in nodes])
+    steps = [_Step(root, START, 1, len(root["text"]))] if not unusable(root, lang) else []
+    for index, step in enumerate(steps):  # the list grows while it is read
+        steps += [
+            _Step(reply, index, step.messages + 1, step.characters + len(reply["text"]))
+            for reply in _followers(step.node, lang)
+        ]
+    replies = [index for index, step in enumerate(steps) if step.node.get("role") != "prompter"]
+    if not replies:
+        return []
+    index = min(replies, key=lambda i: (-steps[i].messages, -steps[i].characters, _id(steps[i].node)))
+    path = []
+    while index != START:
+        path.append(steps[index].node)
+        index = steps[index].before
+    return path[::-1]
 
 
-class _Tail(NamedTuple):
-    """The best path from a node down to a reply; the smallest is the best. Counts are negative: more is better."""
+class _Step(NamedTuple):
+    """A message, and the path from the root to it."""
 
-    messages: int  # after the node
+    node: Node
+    before: int  # index of the step before, or START
+    messages: int
     characters: int
-    last_reply: str  # its id
-    next_index: int  # of the next node on the path, or END
 
 
-END = -1
-
-
-def _follow(tails: list[_Tail | None], nodes: list[Node]) -> list[Node]:
-    path, index = [], 0 if nodes else END
-    while index != END:
-        tail = tails[index]
-        if not tail:  # the root alone: no reply below it
-            break
-        path.append(nodes[index])
-        index = tail.next_index
-    return path
+START = -1
 
 
 def _followers(node: Node, lang: str) -> list[Node]:
@@ -113,4 +104,8 @@ def _preference(node: Node) -> tuple[float, str, str]:
 
 
 def _id(node: Node) -> str:
-    return str(node.get("message_id") or "")
+    return _identifier(node.get("message_id"))
+
+
+def _identifier(value: Any) -> str:
+    return "" if value is None else str(value)  # 0 is an identifier

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.data.encode import IGNORE
-from kit.show import Part, Result
+from kit.show import Part, Result, count
 
 IN_LOSS_STYLE = "background:#dbeafe;color:#1d4ed8"
 DOCUMENT_LINE = '<hr style="border:0;border-top:2px dashed #64748b">'
@@ -67,26 +67,16 @@ class Preview(Result):
     def _headline(self) -> str:
         cut = f"; the first {self.shown:,} tokens are shown" if self.shown < self.tokens else ""
         return (
-            f"{self.split} row {self.row} of 0 to {self.rows - 1}: {self.documents} documents, {self.tokens:,} tokens, "
-            f"{self.loss_tokens:,} in the loss (marked){cut}"
+            f"{self.split} row {self.row} of 0 to {self.rows - 1}: {count(self.documents, 'document')}, "
+            f"{self.tokens:,} tokens, {self.loss_tokens:,} in the loss (marked){cut}"
         )
-
-    def __rich__(self) -> Any:
-        from rich.text import Text
-
-        text = Text(self._headline() + "\n")
-        for before, span in zip([None, *self.spans], self.spans, strict=False):
-            if before and before.document != span.document:
-                text.append("\n" + "-" * 40 + "\n", "dim")
-            text.append(span.text, "blue on white" if span.in_loss else "")
-        return text
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         documents = groupby(self.spans, key=lambda span: span.document)
         body = DOCUMENT_LINE.join("".join(map(_html_span, spans)) for _, spans in documents)
         page = (
             f"<div>{html.escape(self._headline())}</div>"
-            f'<div style="white-space:pre-wrap;font-family:monospace;font-size:12px">{body}</div>'
+            f'<pre style="white-space:pre-wrap;font-size:12px">{body}</pre>'  # MathJax reads $ in a <div> as math
         )
         return {"text/html": page, "text/plain": str(self)}
 

@@ -32,6 +32,15 @@ DATASETS_STATE: dict[str, Any] = {
 }
 
 
+def _reasons(ledger: Ledger) -> str:
+    """Why rows were dropped, each with the number of rows and one of them."""
+    dropped = (
+        f"{reason} ({count:,} {'row' if count == 1 else 'rows'}, such as {ledger.examples[reason][0]})"
+        for reason, count in ledger.dropped_rows.items()
+    )
+    return "; ".join(dropped) or "it has no rows"
+
+
 def publish(recipe: Recipe, digest: str, parts: Sequence[Path], path: Path) -> None:
     """Write the dataset of these parts. Raises KitError if nothing is left to train on, InputError if PATH exists."""
     documents, reports, ledger = Documents(parts), [PartReport.of(part) for part in parts], Ledger()
@@ -39,7 +48,7 @@ def publish(recipe: Recipe, digest: str, parts: Sequence[Path], path: Path) -> N
         ledger.add(report.ledger)
     splits = _splits(documents, ledger)
     if not splits["train"].size:
-        raise KitError(f"Nothing is left to train on from {recipe.data.source}: {dict(ledger.dropped_rows)}.")
+        raise KitError(f"No row of {recipe.data.source} can be trained on: {_reasons(ledger)}.")
     ledger.close(sum(_sizes(documents, chosen)["tokens"] for chosen in splits.values()))
     with files.new_folder(path) as folder:
         shutil.copytree(parts[0].parent / "tokenizer", folder / "tokenizer")
@@ -53,11 +62,12 @@ def publish(recipe: Recipe, digest: str, parts: Sequence[Path], path: Path) -> N
             "format_version": FORMAT_VERSION,
             "format": reports[0].source_format,
             "engine": "+".join(sorted({report.engine for report in reports})),
+            "files_not_read": reports[0].files_not_read,
             "splits": sizes,
             "settings": settings(recipe),
         }
         # Written last: a folder with a manifest is complete.
-        files.write_json(folder / "manifest.json", manifest | _account(documents, splits, ledger))
+        files.write_json(folder / "manifest.json", manifest | ledger.as_json() | _contents(documents, splits))
 
 
 def _splits(documents: Documents, ledger: Ledger) -> dict[str, Array]:
@@ -102,8 +112,8 @@ def write_split(path: Path, documents: Documents, chosen: Array, recipe: Recipe,
             bounds = bounds - bounds[0]
             token_bounds = np.r_[0, np.cumsum(lengths[members])][bounds]
             columns = [
-                arrow.lists(documents.tokens("input_ids", chosen[members]), token_bounds),
-                arrow.lists(documents.tokens("labels", chosen[members]), token_bounds),
+                arrow.lists([documents.joined_tokens("input_ids", chosen[members])], token_bounds),
+                arrow.lists([documents.joined_tokens("labels", chosen[members])], token_bounds),
                 arrow.lists([lengths[members]], bounds),
             ]
             writer.write_batch(pa.record_batch(columns, schema))
@@ -120,20 +130,11 @@ def write_split(path: Path, documents: Documents, chosen: Array, recipe: Recipe,
     }
 
 
-def _account(documents: Documents, splits: dict[str, Array], ledger: Ledger) -> dict[str, Any]:
-    """Where rows and tokens went, and what the kept documents are."""
+def _contents(documents: Documents, splits: dict[str, Array]) -> dict[str, Any]:
+    """What the kept documents are."""
     kept = np.concatenate(list(splits.values()))
     languages = documents.lang[kept]
     return {
-        "ledger": {
-            "read_tokens": ledger.read_tokens,
-            "kept_tokens": ledger.kept_tokens,
-            "repeated_tokens": ledger.repeated_tokens,
-            "dropped": _positive(ledger.dropped),
-        },
-        "dropped_rows": dict(sorted(ledger.dropped_rows.items())),
-        "dropped_examples": dict(sorted(ledger.examples.items())),
-        "changed_rows": _positive(ledger.changed_rows),
         "template_tokens": round(float(documents.template_tokens[kept].mean()), 1),  # per document
         "languages": {
             language or "unknown": _sizes(documents, kept[languages == language]) for language in sorted(set(languages))
@@ -141,10 +142,6 @@ def _account(documents: Documents, splits: dict[str, Array], ledger: Ledger) -> 
         "leaks": _leaks(documents, splits),
         "lengths": _histogram(documents.length[kept]),
     }
-
-
-def _positive(counts: dict[str, int]) -> dict[str, int]:
-    return {reason: count for reason, count in sorted(counts.items()) if count > 0}
 
 
 def _leaks(documents: Documents, splits: dict[str, Array]) -> dict[str, Any]:

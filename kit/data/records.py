@@ -8,20 +8,46 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kit.data.conversations import COLUMNS, Rejected
+from kit.data.keys import MEDIA_LISTS, MEDIA_SINGLE
 from kit.errors import InputError
 
 Numbered = Iterator[tuple[int, Any]]  # (row or line number from 1, record); a document of a .txt file has number 0
 OnBytes = Callable[[float], None]  # called with the bytes of the file that were read since the last call
 
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
+ARROW_FILE = "arrow file"  # with a directory of its batches, as Feather; "arrow" is a stream, as `datasets` writes
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+    b"\xff\xff\xff\xff": "arrow",
+    b"ARROW1": ARROW_FILE,
+}
+# Known by their first bytes, and not read.
+OTHER_FORMATS = {
+    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
+    b"\xfd7zXZ\x00": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"SQLite format 3": "an SQLite database",
+    b"Obj\x01": "Avro",
+    b"FEA1": "Feather version 1",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF": "HDF5",
+    b"MMIDIDX": "an index of Megatron",
+}
+MEDIA = frozenset({*MEDIA_LISTS, *MEDIA_SINGLE})
 BATCH_ROWS = 1000  # rows of a table decoded at a time
 CHUNK = 1 << 16  # bytes or characters read at a time
 
 
 def container(path: Path) -> str:
-    """ "gzip", "zstd", "parquet", "arrow" or "text", by the first bytes of the file."""
+    """A value of MAGIC or "text", by the first bytes of the file. Raises InputError for OTHER_FORMATS."""
     with path.open("rb") as stream:
-        magic = stream.read(4)
+        magic = stream.read(16)
+    for start, name in OTHER_FORMATS.items():
+        if magic.startswith(start):
+            raise InputError(f"{path} is {name} inside, which is not read. Write it as JSON lines, Parquet or Arrow.")
     return next((kind for start, kind in MAGIC.items() if magic.startswith(start)), "text")
 
 
@@ -33,22 +59,61 @@ def read_records(
     Of tables only the columns in COLUMNS are read, unless there are none of them or `all_columns` is set. With
     `one_document` the text of the file is one record. Raises what `read_errors` turns into sentences.
     """
-    kind = container(path)
-    if kind in ("parquet", "arrow"):
-        batches = _parquet_batches if kind == "parquet" else _arrow_batches
-        yield from enumerate(_table_rows(path, batches(path, all_columns), on_bytes), 1)
-        return
-    with _open_bytes(path, kind, on_bytes) as stream:
-        head = stream.peek(CHUNK)
-        if head.startswith((b"\xff\xfe", b"\xfe\xff")) or 0.25 < head.count(0) / (len(head) or 1) <= 0.75:
-            raise InputError(f"{path} is UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
-        stream.read(3 if head.startswith(b"\xef\xbb\xbf") else 0)  # the byte order mark of UTF-8
-        if one_document and head:
-            yield 0, {"text": stream.read().decode()}
-        elif _is_json_array(stream.peek(CHUNK)):
-            yield from enumerate(_array_elements(stream), 1)
+    kind, reported = container(path), 0
+    with io.FileIO(path) as raw:
+        stream = io.BufferedReader(raw, CHUNK)
+        if kind in TABLES:
+            batches = TABLES[kind](stream, all_columns)
+            records: Numbered = enumerate((row for batch in batches for row in _rows(batch)), 1)
         else:
-            yield from ((number, line) for number, line in enumerate(stream, 1) if not line.isspace())
+            records = _text_records(path, stream if kind == "text" else _decompressed(stream, kind), one_document)
+        for record in records:
+            yield record
+            reached = 0 if raw.closed else raw.tell()
+            if on_bytes and reached > reported:
+                on_bytes(reached - reported)
+                reported = reached
+    if on_bytes:
+        on_bytes(path.stat().st_size - reported)
+
+
+def _rows(batch: Any) -> list[Any]:
+    """The rows of a table's batch. Of images, videos and sounds they say that they are there, not what they hold."""
+    import pyarrow
+
+    media = [
+        field.name
+        for field in batch.schema
+        if field.name in MEDIA and (pyarrow.types.is_nested(field.type) or pyarrow.types.is_binary(field.type))
+    ]
+    if not media or len(media) == batch.num_columns:
+        return list(batch.to_pylist())
+    rows: list[Any] = batch.drop_columns(media).to_pylist()
+    for name in media:
+        column = batch.column(name)
+        present = column.value_lengths() if pyarrow.types.is_list(column.type) else column.is_valid()
+        for row, is_there in zip(rows, present.to_pylist(), strict=True):
+            row[name] = bool(is_there) or None
+    return rows
+
+
+def _text_records(path: Path, stream: Any, one_document: bool) -> Numbered:
+    head = stream.peek(CHUNK)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or 0.25 < head.count(0) / (len(head) or 1) <= 0.75:
+        raise InputError(f"{path} is UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    stream.read(3 if head.startswith(b"\xef\xbb\xbf") else 0)  # the byte order mark of UTF-8
+    if one_document and head:
+        yield 0, {"text": stream.read().decode()}
+    elif _is_json_array(stream.peek(CHUNK)):
+        yield from enumerate(_array_elements(stream), 1)
+    else:
+        yield from ((number, line) for number, line in enumerate(stream, 1) if not line.isspace())
+
+
+def _decompressed(stream: BinaryIO, kind: str) -> Any:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), kind), CHUNK)
 
 
 def parse(record: Any) -> Any:
@@ -88,70 +153,41 @@ def _is_read_error(error: Exception) -> bool:
     return isinstance(error, (OSError, EOFError, ArrowException, RecursionError))
 
 
-class _CountedFile(io.FileIO):
-    """A file that reports the bytes read from it."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
-        super().__init__(path)
-        self.on_bytes = on_bytes
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(-1 if size is None else size)
-        self.on_bytes(len(data))
-        return data
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = super().readinto(buffer)
-        self.on_bytes(count)
-        return count
-
-
-@contextmanager
-def _open_bytes(path: Path, kind: str, on_bytes: OnBytes | None) -> Iterator[Any]:
-    with _CountedFile(path, on_bytes) if on_bytes else io.FileIO(path) as raw:
-        if kind == "text":
-            yield io.BufferedReader(raw, CHUNK)
-            return
-        import pyarrow
-
-        with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), kind) as plain:
-            yield io.BufferedReader(plain, CHUNK)
-
-
-def _table_rows(path: Path, batches: Iterator[tuple[Any, float]], on_bytes: OnBytes | None) -> Iterator[Any]:
-    for batch, share in batches:
-        yield from batch.to_pylist()
-        if on_bytes:
-            on_bytes(share * path.stat().st_size)
-
-
 def _kept_columns(names: list[str], all_columns: bool) -> list[str]:
     return names if all_columns else [name for name in names if name in COLUMNS] or names
 
 
-def _parquet_batches(path: Path, all_columns: bool) -> Iterator[tuple[Any, float]]:
-    """Batches, each with its share of the file."""
+def _parquet_batches(stream: BinaryIO, all_columns: bool) -> Iterator[Any]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as table:
+    with parquet.ParquetFile(stream) as table:
         kept = _kept_columns(table.schema_arrow.names, all_columns)
-        for batch in table.iter_batches(BATCH_ROWS, columns=kept):
-            yield batch, len(batch) / table.metadata.num_rows
+        yield from table.iter_batches(BATCH_ROWS, columns=kept)
 
 
-def _arrow_batches(path: Path, all_columns: bool) -> Iterator[tuple[Any, float]]:
+def _arrow_batches(stream: BinaryIO, all_columns: bool) -> Iterator[Any]:
     import pyarrow
 
-    size = path.stat().st_size
     # Read, not memory-mapped, and validated: a damaged file that is mapped ends the process with a bus error.
-    with pyarrow.OSFile(str(path)) as opened, pyarrow.ipc.open_stream(opened) as table:
+    with pyarrow.ipc.open_stream(stream) as table:
         kept = _kept_columns(table.schema.names, all_columns)
-        before = 0
         for batch in table:
             batch.validate(full=True)
-            position = opened.tell()
-            yield batch.select(kept), (position - before) / size
-            before = position
+            yield batch.select(kept)
+
+
+def _arrow_file_batches(stream: BinaryIO, all_columns: bool) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.ipc.open_file(stream) as table:
+        kept = _kept_columns(table.schema.names, all_columns)
+        for number in range(table.num_record_batches):
+            batch = table.get_batch(number)
+            batch.validate(full=True)
+            yield batch.select(kept)
+
+
+TABLES = {"parquet": _parquet_batches, "arrow": _arrow_batches, ARROW_FILE: _arrow_file_batches}
 
 
 def _is_json_array(head: bytes) -> bool:

@@ -1,5 +1,6 @@
 """Source: a file, a folder or a hub id as a stream of conversations, with its format and its splits."""
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,14 +12,19 @@ from typing import Any, NamedTuple
 from kit import files
 from kit.data import oasst
 from kit.data.conversations import FORMATS, Conversation, Rejected, convert, row_id
-from kit.data.records import Numbered, OnBytes, container, parse, read_errors, read_records
+from kit.data.records import ARROW_FILE, Numbered, OnBytes, container, parse, read_errors, read_records
 from kit.errors import InputError
 
 Reject = Callable[[str, str], None]  # (row id, reason): called once for each row that is not used
 
 DATA_FILE = re.compile(r"\.(jsonl|json|parquet|arrow|txt)(\.gz|\.zst)?$", re.IGNORECASE)
 METADATA_FILES = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of `datasets`
-CONTAINER_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet", ".arrow": "arrow"}
+CONTAINERS_BY_SUFFIX = {
+    ".gz": ("gzip",),
+    ".zst": ("zstd",),
+    ".parquet": ("parquet",),
+    ".arrow": ("arrow", ARROW_FILE),
+}
 # As `datasets` finds splits in names: a keyword between characters that are neither letters nor digits.
 SPLIT_WORD = re.compile(
     r"(?<![a-z0-9])(train|training|val|valid|validation|dev|test|testing|eval|evaluation)(?![a-z0-9])"
@@ -47,11 +53,15 @@ ALL_ROWS = Part(0, 1)
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a source, with their names inside the source and their splits: "train", "eval" or empty."""
+    """The files of a source, with their names inside the source and their splits: "train", "eval" or empty.
+
+    `not_read` are the names of a folder's other files.
+    """
 
     files: tuple[Path, ...]
     names: tuple[str, ...]
     splits: tuple[str, ...]
+    not_read: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,8 @@ class Source(SourceFiles):
         """The part's conversations with their places, streamed; each row is either yielded or rejected once.
 
         A part is complete files where there are at least as many files as parts, else every n-th row. Flat OASST
-        messages are joined into trees first; then a part is every n-th tree. `on_bytes` is called with this part's
-        share of the bytes read. Raises InputError for a file that is cut short, not UTF-8, or mostly without rows.
+        messages are joined into trees first; then a part is every n-th tree. `on_bytes` is called with the bytes
+        read, `bytes_of(part)` in all. Raises InputError for a file that is cut short, not UTF-8, or mostly not rows.
         """
 
         def reject_row(place: Place, row: Any, reason: str) -> None:
@@ -91,21 +101,27 @@ class Source(SourceFiles):
         self, part: Part, reject: Callable[[Place, Any, str], None], on_bytes: OnBytes | None
     ) -> Iterator[tuple[Place, Any]]:
         """Every part reads and joins all messages; the first part alone rejects."""
-        rows = self._read_rows(ALL_ROWS, reject, _scaled(on_bytes, 1 / part.count))
+        rows = self._read_rows(ALL_ROWS, reject, on_bytes)
         trees = oasst.join(rows, reject if part.index == 0 else lambda place, row, reason: None)
         return (unit for number, unit in enumerate(trees) if number % part.count == part.index)
 
     def _read_rows(
         self, part: Part, reject: Callable[[Place, Any, str], None], on_bytes: OnBytes | None
     ) -> Iterator[tuple[Place, Any]]:
-        by_file = len(self.files) >= part.count
-        if not by_file:
-            on_bytes = _scaled(on_bytes, 1 / part.count)  # every part reads every file
+        by_file = self._divides_by_file(part)
         for index, path in enumerate(self.files):
             if by_file and index % part.count != part.index:
                 continue
             rows = _read_file(path, _is_document(path, self.format), ALL_ROWS if by_file else part, on_bytes)
             yield from ((Place(index, number), row) for number, row in rows)
+
+    def _divides_by_file(self, part: Part) -> bool:
+        return len(self.files) >= part.count and self.format != "oasst_messages"
+
+    def bytes_of(self, part: Part) -> int:
+        """The size of the files that this part reads."""
+        read = self.files[part.index :: part.count] if self._divides_by_file(part) else self.files
+        return sum(path.stat().st_size for path in read)
 
 
 def open_source(source: str, source_format: str = "auto") -> Source:
@@ -131,33 +147,52 @@ def detect_format(found: SourceFiles, source: str, source_format: str = "auto") 
     ((name, first),) = first_of_format.items()
     reasons = [f"{name}: {'one document a file' if _is_document(first, name) else f'rows have {FORMATS[name].keys}'}"]
     kinds = {path: container(path) for path, format_name in formats.items() if format_name}
-    unexpected = {path: kind for path, kind in kinds.items() if kind != CONTAINER_BY_SUFFIX.get(path.suffix, "text")}
+    unexpected = {
+        path: kind for path, kind in kinds.items() if kind not in CONTAINERS_BY_SUFFIX.get(path.suffix, ("text",))
+    }
     reasons += [f"{path.name} is {kind} inside" for path, kind in unexpected.items()]
     if any(found.splits):
         reasons.append(f"splits from file names, {found.splits.count('eval')} of {len(found.splits)} files for eval")
-    return Source(found.files, found.names, found.splits, name, "; ".join(reasons))
+    return Source(found.files, found.names, found.splits, found.not_read, name, "; ".join(reasons))
 
 
 def find_files(source: str) -> SourceFiles:
     """The source's files, without reading them. Names of a hub id's files start with their split in `datasets`."""
-    path = files.locate(source)
+    path, not_read = files.locate(source), []
     if path.is_file():
         found = {path.name: path}
     elif path.is_dir():
-        found = _files_below(path)
+        below = _files_below(path)
+        found = {name: file for name, file in below.items() if DATA_FILE.search(name)}
+        not_read = [name for name in below if name not in found]
     else:
+        check_place(source)
         found = _hub_files(source)
     if not found:
-        raise InputError(f"Data {source!r}: the folder holds no .jsonl, .json, .parquet, .arrow or .txt file.")
-    return SourceFiles(tuple(found.values()), tuple(found), _splits_of_names(list(found)))
+        others = f"; it has {', '.join(not_read[:5])}" if not_read else ""
+        raise InputError(f"Data {source!r}: the folder holds no .jsonl, .json, .parquet, .arrow or .txt file{others}.")
+    return SourceFiles(tuple(found.values()), tuple(found), _splits_of_names(list(found)), tuple(not_read))
+
+
+def check_place(source: str) -> None:
+    """Raises InputError where the source is written as a path and nothing is there; a hub id is not looked up."""
+    path = files.locate(source)
+    written_as_path = DATA_FILE.search(source) or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if not written_as_path or path.exists():
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    close = difflib.get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)
+    hint = f"did you mean {str(folder / close[0])!r}?" if close else f"a relative path begins at {Path.cwd()}."
+    raise InputError(f"Data {source!r} not found: neither a file nor a folder has that name; {hint}")
 
 
 def _files_below(folder: Path) -> dict[str, Path]:
-    named = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if DATA_FILE.search(path.name)}
+    """All files by name, without hidden ones and the metadata of `datasets`."""
+    named = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
     return {
         name: path
         for name, path in sorted(named.items())
-        if path.name not in METADATA_FILES and not re.search(r"(^|/)\.", name) and not path.is_dir()
+        if path.name not in METADATA_FILES and not re.search(r"(^|/)\.", name)
     }
 
 
@@ -169,9 +204,9 @@ def _hub_files(source: str) -> dict[str, Path]:
     except Exception as error:  # offline, no such dataset, licence not accepted: the library says which
         cache = datasets.config.HF_DATASETS_CACHE
         raise InputError(
-            f"Data {source!r} not found: there is no such file or folder, and as a hub id it is neither in the cache "
-            f"{cache} nor could it be fetched ({str(error).splitlines()[0]}). Set data.source to a file or folder, "
-            "or HF_HOME to a cache that holds it."
+            f"Data {source!r} not found: neither a file nor a folder has that name, and as a hub id it is neither in "
+            f"the cache {cache} nor could it be fetched ({str(error).splitlines()[0]}). Set data.source to a file or "
+            "folder, or HF_HOME to a cache that holds it."
         ) from None
     paths = [(split, Path(file["filename"])) for split, rows in loaded.items() for file in rows.cache_files]
     return {f"{split}/{path.name}": path for split, path in paths}
@@ -201,7 +236,8 @@ def _find_format(path: Path, wanted: str) -> str:
     fits.pop("", None)
     if not fits:
         expected = "; ".join(f"{name}: {known.keys}" for name, known in formats.items())
-        raise InputError(f"{path}: rows have the keys {', '.join(rows[0]) or '(none)'}. Looked for {expected}.")
+        pairs = " Preference pairs are not trained on." if {"chosen", "rejected"} & rows[0].keys() else ""
+        raise InputError(f"{path}: rows have the keys {', '.join(rows[0]) or '(none)'}.{pairs} Looked for {expected}.")
     return fits.most_common(1)[0][0]
 
 
@@ -224,11 +260,8 @@ def _read_file(path: Path, one_document: bool, part: Part, on_bytes: OnBytes | N
 
 def _not_rows(path: Path, head: list[tuple[int, Any]]) -> InputError:
     unreadable = [number for number, row in head if not isinstance(row, dict)]
+    what = f"{path} is not what its name says" if DATA_FILE.search(path.name) else f"{path} is not read"
     return InputError(
-        f"{path} is not what its name says: {len(unreadable)} of its first {len(head)} rows are not JSON objects, the "
-        f"first is line or row {unreadable[0]}. Check the file, then write it again or take it out of data.source."
+        f"{what}: {len(unreadable)} of its first {len(head)} rows are not JSON objects, the first is line or row "
+        f"{unreadable[0]}. Write it as JSON lines, Parquet or Arrow, or take it out of data.source."
     )
-
-
-def _scaled(on_bytes: OnBytes | None, share: float) -> OnBytes | None:
-    return (lambda count: on_bytes(count * share)) if on_bytes else None

@@ -24,6 +24,12 @@ def token_flow(manifest: Mapping[str, Any]) -> figures.Figure:
     return figures.sankey("Where the tokens went", "tokens", flows)
 
 
+def length_histogram(manifest: Mapping[str, Any]) -> figures.Figure:
+    """How many documents have how many tokens."""
+    histogram = manifest["lengths"]
+    return figures.histogram("Lengths of documents", "tokens", "documents", histogram["upto"], histogram["documents"])
+
+
 def steps_with(
     lengths: "np.ndarray[Any, Any]", recipe: Recipe, seq_len: int, longest: int, epochs: float, batch: int
 ) -> Answer:
@@ -45,6 +51,8 @@ def steps_with(
     tokens, left_out = int(fitting.sum()), len(lengths) - len(fitting)
     fill = tokens / rows / seq_len
     text = f"{steps:,} optimizer steps: {rows:,} rows of {seq_len:,} tokens, {fill:.1%} full, {tokens:,} tokens"
+    if 0 < recipe.schedule.max_steps < steps:
+        text += f"; the recipe's schedule.max_steps ends the run after {recipe.schedule.max_steps:,}"
     if left_out:
         text += f"; {left_out:,} longer documents left out"
     return Answer({"optimizer_steps": steps, "rows": rows, "fill": fill, "tokens": tokens, "left_out": left_out}, text)

@@ -16,7 +16,7 @@ from kit.checkpoints.inspect import check_values, complete, inspect
 from kit.checkpoints.weights import read_headers, read_tensors
 from kit.config import models
 from kit.errors import InputError, KitError
-from kit.show import Part, Result, Table, progress_bar
+from kit.show import Answer, Gigabytes, Part, Result, Table, progress_bar
 from kit.slurm.run import Run
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names
@@ -39,18 +39,14 @@ class ExportedAdapter(Result):
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `kit adapter export --json` prints."""
-        return {
-            "path": str(self.path),
-            "checkpoint": str(self.checkpoint),
-            "tensors": self.tensors,
-            "bytes": self.bytes,
-            "problems": [problem.message for problem in self.problems],
-        }
+        return super().as_dict() | {"problems": [problem.message for problem in self.problems]}
 
     def parts(self) -> Iterable[Part]:
         """One table; all values were read and are finite."""
-        columns = ("adapter", "from", "tensors", "GB", "values")
-        yield Table(columns, [(str(self.path), self.checkpoint.name, self.tensors, self.bytes / 1e9, "all finite")])
+        columns = ("adapter", "from", "tensors", "size", "values")
+        yield Table(
+            columns, [(str(self.path), self.checkpoint.name, self.tensors, Gigabytes(self.bytes / 1e9), "all finite")]
+        )
         yield from join_messages(self.problems).splitlines()
 
 
@@ -205,24 +201,7 @@ def paired_names(found: Iterable[str], config: dict[str, Any], check_targets: bo
     return dict.fromkeys(names, ())
 
 
-@dataclass(frozen=True)
-class Upload(Result):
-    """A folder that was uploaded to a hub repository."""
-
-    path: Path
-    repository: str
-    address: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The object that `kit adapter push --json` prints."""
-        return {"path": str(self.path), "repository": self.repository, "address": self.address}
-
-    def parts(self) -> Iterable[Part]:
-        """The address."""
-        yield f"{self.path} is at {self.address}"
-
-
-def push(adapter: Path, repository: str) -> Upload:
+def push(adapter: Path, repository: str) -> Answer:
     """Upload an adapter or model folder to a hub repository.
 
     Raises KitError without a repository or HF_TOKEN, for a folder with problems, and with the hub's reason if it
@@ -240,4 +219,5 @@ def push(adapter: Path, repository: str) -> Upload:
         address = str(upload_folder(repo_id=repository, folder_path=adapter, token=token))
     except Exception as error:  # no network, no such repository, no right to write: the hub's message follows
         raise KitError(f"Nothing was pushed to {repository}: {str(error).splitlines()[0]}") from None
-    return Upload(Path(adapter), repository, address)
+    values = {"path": str(adapter), "repository": repository, "address": address}
+    return Answer(values, f"{adapter} is at {address}")

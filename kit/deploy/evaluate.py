@@ -4,7 +4,7 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,7 @@ class Score:
 class Scores(Result):
     """The scores of an evaluation."""
 
-    folder: Path
     scores: tuple[Score, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The part of `kit evaluate --json` that holds the scores."""
-        return {"scores": [asdict(score) for score in self.scores]}
 
     def parts(self) -> Iterable[Part]:
         """A row for each metric."""
@@ -131,10 +126,9 @@ def _manager(tasks: Sequence[str]) -> Any:
 
 def _script(cluster: Cluster, out: Path) -> str:
     asked = jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cluster.nodes.cpus, gres=cluster.slurm.gres)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    offline |= models.hf_environment(cluster.paths.hf_home)
+    variables = dict(jobscript.NOTHING_LEAVES) | models.hf_environment(cluster.paths.hf_home)
     body = f"{shlex.join(['cd', str(out)])}\nexec {jobscript.python(cluster)} -m kit.deploy.evaluate"
-    return jobscript.render(cluster, asked, body, offline)
+    return jobscript.render(cluster, asked, body, variables)
 
 
 def scores(out: Path) -> Scores:
@@ -147,7 +141,6 @@ def scores(out: Path) -> Scores:
         raise KitError(f"{path} does not exist: the job has not ended, or it failed; `kit state` says which.")
     found = files.read_json(path)
     return Scores(
-        Path(out),
         tuple(
             score
             for task, values in found["results"].items()

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.config.models import load_model, load_tokenizer
+from kit.show import progress_bar
+
+TOKENS = 80  # of a reply
 
 
 def load_tuned(folder: Path) -> tuple[Any, Any]:
@@ -27,11 +30,43 @@ def _encode_prompt(model: Any, tokenizer: Any, prompt: str) -> Any:
     ).to(model.device)
 
 
-def answer(folder: Path, prompt: str, tokens: int = 80) -> str:
+def answer(folder: Path, prompt: str, tokens: int = TOKENS) -> str:
     """The reply of an adapter or a merged model to a prompt: greedy decoding, at most `tokens` tokens."""
-    model, tokenizer = load_tuned(folder)
+    return _reply(*load_tuned(folder), prompt, tokens)
+
+
+def answers(adapter: Path, prompt: str, tokens: int = TOKENS) -> dict[str, str]:
+    """The replies of the base model and of the base with the adapter to a prompt, decoded as by `answer`."""
+    model, tokenizer = load_tuned(adapter)
+    with model.disable_adapter():
+        base = _reply(model, tokenizer, prompt, tokens)
+    return {"base": base, "adapter": _reply(model, tokenizer, prompt, tokens)}
+
+
+class _TokenCount:
+    """What transformers calls with the prompt and then with each new token, as a "streamer"."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._tokens = bar, 0
+
+    def put(self, tokens: Any) -> None:
+        self._bar.update(min(1, self._tokens))  # the first call has the prompt
+        self._tokens += 1
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _reply(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
     encoded = _encode_prompt(model, tokenizer, prompt)
-    generated = model.generate(**encoded, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    with progress_bar(tokens, "answer", "token") as bar:
+        generated = model.generate(
+            **encoded,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+            streamer=_TokenCount(bar),
+        )
     return str(tokenizer.decode(generated[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

@@ -4,22 +4,25 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from kit import files
 from kit.checkpoints.formats.base import Weights, join_messages
 from kit.checkpoints.weights import read_headers, read_tensors
 from kit.config import models
 from kit.deploy.adapter import CONFIG, base_config_folder, check_shapes, paired_names, save_tensors
+from kit.deploy.names import MemoryNames
 from kit.errors import KitError
-from kit.show import Part, Result, Table, progress_bar
+from kit.show import Gigabytes, Part, Result, Table, progress_bar
 
 HEAD = "lm_head.weight"
+_VOCABULARY = ("embed_tokens.weight", "wte.weight", HEAD)  # ends of the names of tensors with a row for each token
 # The Conv1D of these keeps weights as in x out (transformers.pytorch_utils).
 _TRANSPOSED_MODELS = ("gpt2", "imagegpt", "openai-gpt")
 # Other initialisations, such as pissa, change the base before training.
@@ -47,15 +50,17 @@ class MergedModel(Result):
     weight_files: int
     head_untied: bool
 
-    def as_dict(self) -> dict[str, Any]:
-        """The object that `kit adapter merge --json` prints."""
-        paths = {"path": str(self.path), "adapter": str(self.adapter), "base": str(self.base)}
-        return dict(vars(self)) | paths
-
     def parts(self) -> Iterable[Part]:
         """One table."""
-        columns = ("merged model", "adapter", "base", "tensors", "GB", "weight files")
-        row = (str(self.path), str(self.adapter), str(self.base), self.tensors, self.bytes / 1e9, self.weight_files)
+        columns = ("merged model", "adapter", "base", "tensors", "size", "weight files")
+        row = (
+            str(self.path),
+            str(self.adapter),
+            str(self.base),
+            self.tensors,
+            Gigabytes(self.bytes / 1e9),
+            self.weight_files,
+        )
         yield Table(columns, [row])
         if self.head_untied:
             yield f"{HEAD} is no longer tied to the embedding: the adapter changes one of the two."
@@ -75,10 +80,11 @@ def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0, pro
     if base_weights.format != "safetensors" or base_weights.problems:
         reason = join_messages(base_weights.problems) or "it holds no safetensors files."
         raise KitError(f"{origin} cannot be merged into: {reason}")
-    _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings)
+    tensors = _read_adapter(adapter, config)
+    _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings, _saved_heights(tensors))
     target = _Base(origin, base_weights, bool(config.get("fan_in_fan_out")) or _is_transposed(settings))
-    outputs = _outputs(target, _updates(adapter, config, target))
-    size = sum(output.bytes for output in outputs)
+    outputs = _outputs(target, _updates(adapter, config, tensors, target))
+    size = sum(output.bytes for output in outputs.values())
     out.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out.parent).free) < size:
         raise KitError(f"The merged model takes {size / 1e9:.1f} GB; {out.parent} has {free / 1e9:.1f} GB free.")
@@ -89,7 +95,7 @@ def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0, pro
             if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
         if head_untied:
-            files.write_json(folder / "config.json", settings | {"tie_word_embeddings": False})
+            files.write_json(folder / "config.json", _untied(settings))
     return MergedModel(out, adapter, origin, len(outputs), size, shards, head_untied)
 
 
@@ -97,10 +103,15 @@ def _is_transposed(settings: dict[str, Any]) -> bool:
     return settings.get("model_type") in _TRANSPOSED_MODELS
 
 
-class _Output(NamedTuple):
-    """A tensor of the merged model: its name, the base's tensor, and how that changes."""
+def _untied(settings: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model whose head is a separate tensor, in the text part of a multimodal one too."""
+    untied, text = {"tie_word_embeddings": False}, settings.get("text_config")
+    return settings | ({"text_config": text | untied} if text else {}) | untied
 
-    name: str
+
+class _Output(NamedTuple):
+    """A tensor of the merged model: the base's tensor, and how that changes."""
+
     source: str
     bytes: int
     update: Update | None
@@ -118,93 +129,121 @@ class _Base:
     def tied_embedding(self) -> str:
         """The embedding that is lm_head too, if one is: transformers then saves one tensor for both."""
         found = [name for name in self.weights.tensors if name.endswith(("embed_tokens.weight", "wte.weight"))]
-        return found[0] if found and HEAD not in self.weights.tensors else ""
+        has_head = any(f".{name}".endswith(f".{HEAD}") for name in self.weights.tensors)
+        return found[0] if found and not has_head else ""
+
+    @cached_property
+    def _memory_names(self) -> MemoryNames:
+        return MemoryNames(self.path)
+
+    @cached_property
+    def _names_on_disk(self) -> dict[str, str]:
+        """The file's name of each tensor by the one that it has in memory."""
+        return {self._memory_names.of(name): name for name in self.weights.tensors}
+
+    def _renamed(self, name: str) -> str | None:
+        """The file's name of a tensor that an adapter names as memory does, or as older files do."""
+        return self._names_on_disk.get(name) or self._names_on_disk.get(self._memory_names.of(name) or name)
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """The base's name of a tensor, and its shape.
 
-        The file of a model without a head, as GPT-2's, lacks the first word of each name.
+        The file of a model without a head, as GPT-2's, lacks the first word of each name. Files of multimodal models
+        have names that transformers changes when it loads them.
         Raises KitError unless the tensor exists, is unquantised and has one of these shapes.
         """
         candidates = [name, name.partition(".")[2], self.tied_embedding if name == HEAD else ""]
         found = next((candidate for candidate in candidates if candidate in self.weights.tensors), None)
+        found = found or self._renamed(name)
         if found is None:
             raise KitError(f"{self.path} has no tensor {name}: it is not the adapter's base.")
         tensor = self.weights.tensors[found]
         quantised = "float" not in tensor.dtype or "8" in tensor.dtype
+        is_vocabulary = found.endswith(_VOCABULARY) and tensor.shape[1:] == shapes[0][1:]
+        if tensor.shape not in shapes and is_vocabulary and not quantised:
+            raise KitError(
+                f"{self.path}: {found} has {tensor.shape[0]:,} rows, the adapter's has {shapes[0][0]:,}. Name the base "
+                f"whose vocabulary was resized to {shapes[0][0]:,} tokens before the training."
+            )
         if tensor.shape not in shapes or quantised:
             raise KitError(
                 f"{self.path}: {found} is {tensor.dtype} {list(tensor.shape)}; the adapter needs an unquantised tensor "
                 f"of shape {list(shapes[0])}. Name the base that it was trained on."
             )
-        return HEAD if name == HEAD else found, tensor.shape
+        return HEAD if name == HEAD and found == self.tied_embedding else found, tensor.shape
 
 
-def _outputs(base: _Base, updates: dict[str, Update]) -> list[_Output]:
-    """The merged model's tensors in the order of the base's; an embedding that is untied gives two."""
+def _outputs(base: _Base, updates: dict[str, Update]) -> dict[str, _Output]:
+    """The merged model's tensors by name, in the order of the base's; an embedding that is untied gives two."""
     tied = base.tied_embedding
     untie = bool(tied) and (tied in updates or HEAD in updates)
-    outputs = []
+    outputs = {}
     for name, tensor in base.weights.tensors.items():
-        outputs.append(_Output(name, name, tensor.bytes, updates.get(name)))
+        outputs[name] = _Output(name, tensor.bytes, updates.get(name))
         if untie and name == tied:
-            outputs.append(_Output(HEAD, name, tensor.bytes, updates.get(HEAD)))
+            outputs[HEAD] = _Output(name, tensor.bytes, updates.get(HEAD))
     return outputs
 
 
-def _write_shards(outputs: list[_Output], base: Weights, limit: float, folder: Path, progress: bool) -> int:
+def _write_shards(outputs: dict[str, _Output], base: Weights, limit: float, folder: Path, progress: bool) -> int:
     """Write the files and their index; the number of files."""
-    counts = list(_tensors_per_file([output.bytes for output in outputs], limit))
-    size = sum(output.bytes for output in outputs)
-    where: dict[str, str] = {}
-    with progress_bar(size, "merge", "B", shown=progress, unit_scale=True) as bar:
-        stream = _merged_tensors(outputs, base)
-        for number, count in enumerate(counts, 1):
-            several = len(counts) > 1
-            name = f"model-{number:05d}-of-{len(counts):05d}.safetensors" if several else "model.safetensors"
-            tensors = dict(islice(stream, count))
-            save_tensors(tensors, folder / name)
-            where |= dict.fromkeys(tensors, name)
+    split = split_state_dict_into_shards_factory(
+        outputs,
+        get_storage_size=lambda output: output.bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(limit),
+    )
+    with progress_bar(split.metadata["total_size"], "merge", "B", shown=progress, unit_scale=True) as bar:
+        for file, names in split.filename_to_tensors.items():
+            tensors = _merged_tensors({name: outputs[name] for name in names}, base)
+            save_tensors(tensors, folder / file)
             bar.update(sum(tensor.nbytes for tensor in tensors.values()))
             del tensors  # before the next shard is gathered
-    if len(counts) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": where}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         files.write_json(folder / "model.safetensors.index.json", index)
-    return len(counts)
+    return len(split.filename_to_tensors)
 
 
-def _merged_tensors(outputs: list[_Output], base: Weights) -> Iterator[tuple[str, Any]]:
-    """(name, values) of the merged model, one by one in the order of `outputs`."""
-    by_source: dict[str, list[_Output]] = {}
-    for output in outputs:
-        by_source.setdefault(output.source, []).append(output)
-    for source, tensor in read_tensors(base, base.tensors):
-        made = by_source[source]
-        for output in made:
-            values = tensor.clone() if len(made) > 1 else tensor
-            yield output.name, output.update(values) if output.update else values
+def _merged_tensors(outputs: dict[str, _Output], base: Weights) -> dict[str, Any]:
+    """The values of some of the merged model's tensors."""
+    made: dict[str, list[str]] = {}
+    for name, output in outputs.items():
+        made.setdefault(output.source, []).append(name)
+    merged = {}
+    for source, tensor in read_tensors(base, made):
+        for name in made[source]:
+            values, update = tensor.clone() if len(made[source]) > 1 else tensor, outputs[name].update
+            merged[name] = update(values) if update else values
+    return merged
 
 
-def _tensors_per_file(sizes: list[int], limit: float) -> Iterator[int]:
-    count, total = 0, 0
-    for size in sizes:
-        if count and total + size > limit:
-            yield count
-            count, total = 0, 0
-        count, total = count + 1, total + size
-    yield count
+def _read_adapter(adapter: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The adapter's tensors by the name of their module in memory. Raises KitError for an adapter with problems.
 
-
-def _updates(adapter: Path, config: dict[str, Any], base: _Base) -> dict[str, Update]:
-    """{base tensor: update}. Raises KitError for tensors that merging does not know."""
+    PEFT saves a resized embedding or head by all the names of its wrapper: `modules_to_save` is the trained one,
+    `original_module` the base's, and where both are, the name without either repeats the trained one.
+    """
     weights = read_headers(adapter)
     if weights.problems:
         raise KitError(f"{adapter} cannot be merged: {join_messages(weights.problems)}")
     expected = paired_names(weights.tensors, config, check_targets=False)
     check_shapes({name: name for name in weights.tensors}, weights, expected, adapter)
-    tensors = {
-        name.removeprefix("base_model.model."): tensor for name, tensor in read_tensors(weights, weights.tensors)
+    found = {name.removeprefix("base_model.model."): tensor for name, tensor in read_tensors(weights, weights.tensors)}
+    trained = {
+        name.replace(".modules_to_save.", "."): tensor for name, tensor in found.items() if ".modules_to_save." in name
     }
+    rest = {name: found[name] for name in found if not re.search(r"\.(modules_to_save|original_module)\.", name)}
+    return rest | trained
+
+
+def _saved_heights(tensors: dict[str, Any]) -> set[int]:
+    """Rows of the embeddings and the head that the adapter holds as a whole: the vocabulary that it was trained on."""
+    return {len(tensor) for name, tensor in tensors.items() if name.replace(".base_layer.", ".").endswith(_VOCABULARY)}
+
+
+def _updates(adapter: Path, config: dict[str, Any], tensors: dict[str, Any], base: _Base) -> dict[str, Update]:
+    """{base tensor: update}. Raises KitError for tensors that merging does not know."""
     updates: dict[str, Update] = {}
     for name, tensor in tensors.items():
         module, is_lora, part = name.partition(".lora_")
@@ -228,7 +267,17 @@ def _updates(adapter: Path, config: dict[str, Any], base: _Base) -> dict[str, Up
         transposed = found != shape or (shape[0] == shape[1] and base.transposed)
         scaling = _scaling(config, module, len(right))
         updates[target] = partial(_add_low_rank, left, right, scaling, magnitude, transposed)
+        if (trained_on := tensors.get(f"{module}.base_layer.weight")) is not None:
+            updates[target] = partial(_instead_of_base, trained_on, updates[target])
+            other = HEAD if target == base.tied_embedding else base.tied_embedding
+            if other and target in (HEAD, base.tied_embedding):  # the one tensor of both
+                updates.setdefault(other, trained_on.type_as)
     return updates
+
+
+def _instead_of_base(trained_on: Any, update: Update, weight: Any) -> Any:
+    """An update of the values that PEFT saved below LoRA, as of a resized vocabulary, in place of the base's."""
+    return update(trained_on.to(weight.dtype, copy=True))
 
 
 def _add_low_rank(left: Any, right: Any, scaling: float, magnitude: Any, transposed: bool, weight: Any) -> Any:
@@ -264,14 +313,24 @@ def _check_mergeable(config: dict[str, Any], adapter: Path) -> None:
         raise KitError(f"{adapter} cannot be merged here: it sets {', '.join(found)}. Use PEFT's merge_and_unload.")
 
 
-def _check_base(trained_on: str, base: str, origin: Path, settings: dict[str, Any]) -> None:
-    """Raises KitError where configs or hub ids tell two models apart; warns where only the folders' names differ."""
+def _setting(settings: dict[str, Any], key: str) -> Any:
+    """The value of a key, of the text part where a multimodal model has it there."""
+    return settings.get(key, (settings.get("text_config") or {}).get(key))
+
+
+def _check_base(trained_on: str, base: str, origin: Path, settings: dict[str, Any], heights: set[int]) -> None:
+    """Raises KitError where configs or hub ids tell two models apart; warns where only the folders' names differ.
+
+    `heights` of saved embeddings count more than the vocabulary of the model that was trained on: it may have been
+    resized.
+    """
     known = base_config_folder(trained_on)
     message = f"The adapter was trained on {trained_on}, not on {base}"
     trained_settings = files.read_json(Path(known) / "config.json") if known else settings
     for key in ("model_type", "hidden_size", "vocab_size"):
-        if trained_settings.get(key) != settings.get(key):
-            raise KitError(f"{message}, which has another {key}: {settings.get(key)}.")
+        expected, found = _setting(trained_settings, key), _setting(settings, key)
+        if expected != found and not (key == "vocab_size" and heights):
+            raise KitError(f"{message}, which has another {key}: {found}, not {expected}.")
     if Path(trained_on).name.lower() == Path(base).name.lower() or (known and Path(known).samefile(origin)):
         return
     both_hub_ids = all(name.count("/") == 1 and not Path(name).exists() for name in (trained_on, base))

@@ -11,24 +11,14 @@ from kit.checkpoints.formats.base import Problem, ProblemKind
 from kit.checkpoints.inspect import Inspection
 from kit.checkpoints.pagecache import evictable
 from kit.checkpoints.plan import SavePlan, plan_for_run, save_blocks
-from kit.checkpoints.timing import LoadTimes, time_load
+from kit.checkpoints.timing import LoadTimes, NotColdError, time_load
 from kit.config import models
 from kit.deploy import generate
 from kit.deploy.adapter import ExportedAdapter, export, newest_complete
 from kit.deploy.merge import MergedModel, merge
 from kit.errors import InputError, KitError
-from kit.show import Answer, Mark, Part, Result, Table
+from kit.show import Answer, Gigabytes, Mark, Part, Result, Table
 from kit.slurm.run import Run
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint-N folder of a run; `inspection` holds its contents and problems."""
-
-    path: Path
-    step: int
-    complete: bool
-    inspection: Inspection
 
 
 @dataclass(frozen=True)
@@ -36,14 +26,11 @@ class CheckpointSet(Result):
     """The checkpoints of a run, oldest first, and what can be done with them."""
 
     run: Run
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Inspection, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """The run's folder and each checkpoint's inspection."""
-        found = [
-            {"path": str(one.path), "step": one.step, "complete": one.complete} | one.inspection.as_dict()
-            for one in self.checkpoints
-        ]
+        found = [{"step": _step(one.path), "complete": one.complete} | one.as_dict() for one in self.checkpoints]
         return {"run": str(self.run.path), "checkpoints": found}
 
     def parts(self) -> Iterable[Part]:
@@ -51,15 +38,14 @@ class CheckpointSet(Result):
         if not self.checkpoints:
             yield f"{self.run.path} has no checkpoint yet."
             return
-        rows, marks = [], {}
+        rows, marks = [], dict[int, Mark]()
         for index, one in enumerate(self.checkpoints):
-            found = one.inspection
-            problems = "\n".join(problem.message for problem in found.problems)
-            blocked = self.save_blocks.get(one.step)
-            rows.append((one.path.name, one.step, one.complete, found.tensors, found.bytes / 1e9, blocked, problems))
-            if found.problems:
-                marks[index] = _mark(one)
-        columns = ("checkpoint", "step", "complete", "tensors", "GB", "saving blocked training, s", "problems")
+            step, problems = _step(one.path), "\n".join(problem.message for problem in one.problems)
+            blocked = self.save_blocks.get(step)
+            rows.append((one.path.name, step, one.complete, one.tensors, Gigabytes(one.bytes / 1e9), blocked, problems))
+            if one.problems:
+                marks[index] = "warning" if one.complete else "bad"
+        columns = ("checkpoint", "step", "complete", "tensors", "size", "saving blocked training, s", "problems")
         yield Table(columns, rows, marks=marks)
 
     @cached_property
@@ -82,20 +68,9 @@ class CheckpointSet(Result):
         """Where `merge` writes the merged model."""
         return self.run.path / "merged"
 
-    def inspect(self, step: int = 0, values: bool = True) -> Inspection:
-        """Inspect one checkpoint, by default the newest complete one, and read its values.
-
-        Raises InputError where there is no such checkpoint.
-        """
-        path = self._at(step) if step else self.newest
-        return inspection.inspect(path, values=values, world=_world(self.run))
-
-    def _at(self, step: int) -> Path:
-        for one in self.checkpoints:
-            if one.step == step:
-                return one.path
-        steps = ", ".join(str(one.step) for one in self.checkpoints) or "none"
-        raise InputError(f"{self.run.path} has no checkpoint of step {step}; the steps are: {steps}.")
+    def inspect(self, values: bool = True) -> Inspection:
+        """Inspect the newest complete checkpoint, with its values. Raises InputError if no checkpoint is complete."""
+        return inspection.inspect(self.newest, values=values, world=_world(self.run))
 
     def time(
         self, cold: bool = False, methods: Sequence[str] | None = None, repeats: int = 3, progress: bool = True
@@ -146,11 +121,12 @@ class CheckpointSet(Result):
         return inspection.inspect(self.adapter, values=True)
 
     def answer(self, prompt: str) -> Answer:
-        """The exported adapter's reply to a prompt, with its base."""
+        """The replies of the base model and of the exported adapter to a prompt, side by side."""
         if not self.adapter.exists():
             return Answer({}, "There is no exported adapter.")
-        reply = generate.answer(self.adapter, prompt)
-        return Answer({"prompt": prompt, "reply": reply}, f"> {prompt}", reply)
+        replies = generate.answers(self.adapter, prompt)
+        table = Table(("the base answers", "with the adapter"), [(replies["base"], replies["adapter"])], f"> {prompt}")
+        return Answer({"prompt": prompt, "base": replies["base"], "reply": replies["adapter"]}, table)
 
     def merged_answer(self, prompt: str) -> Answer:
         """The merged model's reply, and how much its logits differ from the adapter's. Merges first where needed."""
@@ -177,24 +153,24 @@ def _world(run: Run) -> int:
     return run.recipe.world_size if run.trains else 0
 
 
-def _describe(path: Path, world: int) -> Checkpoint:
-    step = int(path.name.rpartition("-")[2])
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _describe(path: Path, world: int) -> Inspection:
     try:
-        found = inspection.inspect(path, world=world)
-        return Checkpoint(path, step, inspection.complete(path, world), found)
+        return inspection.inspect(path, world=world)
     except InputError as error:
         problem = Problem(ProblemKind.NO_TENSORS, str(error))
     except KitError as error:
         problem = Problem(ProblemKind.UNREADABLE, str(error))
-    nothing = Inspection(path, "", 0, 0, 0, 0, {}, (problem,), values_read=False)
-    return Checkpoint(path, step, False, nothing)
-
-
-def _mark(one: Checkpoint) -> Mark:
-    return "warning" if one.complete else "bad"
+    return Inspection(path, "", 0, 0, 0, 0, {}, (problem,), values_read=False)
 
 
 def _time(path: Path, cold: bool, methods: Sequence[str] | None, repeats: int, progress: bool) -> LoadTimes:
     if cold and not evictable(path):
         return LoadTimes((), f"No cold figures: the storage of {path} keeps its files in memory.")
-    return time_load(path, methods, cold, repeats, progress=progress)
+    try:
+        return time_load(path, methods, cold, repeats, progress=progress)
+    except NotColdError as error:  # another process began to use the files meanwhile
+        return LoadTimes((), str(error))

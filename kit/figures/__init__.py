@@ -1,7 +1,7 @@
-"""Still figures: lines, stacked bars, ranges, heat maps and Sankey diagrams.
+"""Still figures: lines, stacked bars, ranges, histograms, heat maps and Sankey diagrams.
 
 One description gives two drawings in one output bundle: plotly's JSON, which JupyterLab shows with hover and zoom, also
-in a notebook that it does not trust; and a static SVG for nbconvert, code hosts, print and mail. Backgrounds are clear
+in a notebook that it does not trust; and a static PNG for nbconvert, code hosts, print and mail. Backgrounds are clear
 and the ink is a middle grey, so that both are readable on white and on black. The JSON is written here and not by the
 plotly package, which takes a second to import; `Figure.plotly()` returns the package's own object.
 
@@ -14,10 +14,11 @@ from typing import Any
 from kit.figures.bar_chart import Bars, Range, Ranges
 from kit.figures.base import Figure, Limit
 from kit.figures.heat_map import Heat
+from kit.figures.histogram import Histogram
 from kit.figures.line_plot import POINTS, Lines, thin
 from kit.figures.sankey_diagram import Sankey
 
-__all__ = ["Figure", "bars", "heat", "lines", "ranges", "sankey"]
+__all__ = ["Figure", "bars", "heat", "histogram", "lines", "ranges", "sankey"]
 
 
 def lines(
@@ -42,6 +43,11 @@ def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: 
 def ranges(title: str, unit: str, rows: Mapping[str, Range], limit: Limit | None = None) -> Figure:
     """Horizontal bars of (lowest, median, highest) with their range. `limit` is a dashed line with a name."""
     return Ranges(title, unit, rows, limit)
+
+
+def histogram(title: str, x_label: str, y_label: str, edges: Sequence[float], counts: Sequence[float]) -> Figure:
+    """A histogram: bin i ends at edges[i], and begins where the one before ends, the first one at 0."""
+    return Histogram(title, x_label, y_label, list(edges), list(counts))
 
 
 def heat(

@@ -7,7 +7,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from kit.figures.base import COLOURS, Figure, Limit, base_layout, colour_of, limit_text, with_limit
+from kit.figures.base import Figure, Limit, base_layout, limit_text, with_limit
+from kit.figures.palette import COLOURS, colour_of
 from kit.figures.svg import BAR, INK, LIMIT, ROW, Canvas
 from kit.show import format_cell
 

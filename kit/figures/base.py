@@ -1,24 +1,14 @@
-"""The base class of figures, their colours and the parts of plotly's JSON that all share."""
+"""The base class of figures and the parts of plotly's JSON that all share."""
 
-import base64
 from abc import ABC, abstractmethod
-from html import escape
 from typing import Any
 
-from kit.figures.svg import GRID, INK, LIMIT
+from kit.figures.png import img, static_picture
+from kit.figures.svg import GRID, INK, LIMIT, WIDTH
 from kit.show import format_cell
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#64748b")
-# A quantity has the same colour in every figure.
-COLOUR_OF = {
-    "weights": COLOURS[0], "gathered weights": COLOURS[4], "optimizer": COLOURS[2], "gradients": COLOURS[3],
-    "saved activations": COLOURS[5], "temporaries": "#0891b2", "largest tensor": "#db2777",
-    "workspace": "#84cc16", "foreach temporaries": "#db2777", "buckets": "#a16207", "dequantized weight": "#be185d",
-    "train": COLOURS[0], "eval": COLOURS[3], "save": COLOURS[2], "load": COLOURS[5],
-    "trained on": COLOURS[0], "evaluated": COLOURS[3], "kept": COLOURS[2], "context": COLOURS[5],
-    "read": COLOURS[0], "write": COLOURS[3],
-}  # fmt: skip
 Limit = tuple[str, float]  # its name and value
+PLOTLY = "application/vnd.plotly.v1+json"
 
 
 class Figure(ABC):
@@ -46,20 +36,11 @@ class Figure(ABC):
 
     def img(self) -> str:
         """An HTML <img> with the static picture, which also an untrusted notebook shows."""
-        data = base64.b64encode(self.svg().encode()).decode()
-        return f'<img alt="{escape(self.title)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}"/>'
+        return img(self.svg(), self.title)
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {
-            "application/vnd.plotly.v1+json": self.plotly_dict(),
-            "image/svg+xml": self.svg(),
-            "text/plain": str(self),
-        }
-
-
-def colour_of(name: str, index: int) -> str:
-    """The colour of a quantity: fixed by its name where it is known, else by its place."""
-    return COLOUR_OF.get(name) or COLOURS[index % len(COLOURS)]
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        picture, metadata = static_picture(self.svg(), WIDTH)
+        return {PLOTLY: self.plotly_dict(), **picture, "text/plain": str(self)}, metadata
 
 
 def limit_text(limit: Limit | None) -> str:

@@ -6,11 +6,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from kit.figures.base import COLOURS, Figure, base_layout
+from kit.figures.base import Figure, base_layout
+from kit.figures.palette import BAD, BLUE, ORANGE
 from kit.figures.svg import INK, WIDTH, Canvas
 from kit.show import format_cell
 
-FITS, EXCEEDS = COLOURS[0], COLOURS[1]
+FITS, EXCEEDS, HERE = BLUE, BAD, ORANGE
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class Heat(Figure):
     @override
     def plotly_dict(self) -> dict[str, Any]:
         xs, ys = [f"{x:,}" for x in self.xs], [f"{y:,}" for y in self.ys]
-        scale = [[0, "rgba(37,99,235,0.08)"], [0.5, "rgba(37,99,235,0.32)"], [0.5001, "rgba(220,38,38,0.25)"],
-                 [1, "rgba(220,38,38,0.25)"]]  # fmt: skip
+        scale = [[0, f"{FITS}14"], [0.5, f"{FITS}66"], [0.5001, f"{EXCEEDS}55"], [1, f"{EXCEEDS}55"]]  # with opacity
         data = [
             {
                 "type": "heatmap",
@@ -58,7 +58,7 @@ class Heat(Figure):
         if self.here:
             column, row = self._here()
             layout["shapes"].append({"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5,
-                                     "y1": row + 0.5, "line": {"color": COLOURS[3], "width": 3}})  # fmt: skip
+                                     "y1": row + 0.5, "line": {"color": HERE, "width": 3}})  # fmt: skip
         return {"data": data, "layout": layout}
 
     @override
@@ -84,7 +84,7 @@ class Heat(Figure):
                         left + wide * (x1 + 0.5) - 1, bottom - high * (y1 + 0.5) - 1, INK, dashed=True)  # fmt: skip
         if self.here:
             column, row = self._here()
-            canvas.frame(left + wide * column, bottom - high * (row + 1), wide - 2, high - 2, COLOURS[3])
+            canvas.frame(left + wide * column, bottom - high * (row + 1), wide - 2, high - 2, HERE)
         return canvas.document()
 
     def __str__(self) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from kit.figures.base import Figure, base_layout, colour_of
+from kit.figures.base import Figure, base_layout
+from kit.figures.palette import colour_of
 from kit.figures.svg import GRID, WIDTH, Axis, Canvas, ticks
 from kit.show import format_cell
 

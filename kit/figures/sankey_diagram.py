@@ -5,8 +5,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from kit.figures.base import Figure, base_layout, colour_of
-from kit.figures.svg import GRID, WIDTH, Canvas
+from kit.figures.base import Figure, base_layout
+from kit.figures.palette import colour_of
+from kit.figures.svg import GRID, INK, WIDTH, Canvas
 from kit.show import format_cell
 
 
@@ -28,8 +29,18 @@ class Sankey(Figure):
             "color": GRID,
         }
         colours = [colour_of(name, index) for index, name in enumerate(nodes)]
-        node = {"label": nodes, "color": colours, "pad": 18, "thickness": 16}
-        data = [{"type": "sankey", "node": node, "link": link, "valuesuffix": f" {self.unit}", "valueformat": ",.0f"}]
+        labels = [f"{name} {format_cell(float(amount))}" for name, amount in self._amounts().items()]
+        node = {"label": labels, "color": colours, "pad": 18, "thickness": 16}
+        data = [
+            {
+                "type": "sankey",
+                "node": node,
+                "link": link,
+                "valuesuffix": f" {self.unit}",
+                "valueformat": ",.0f",
+                "textfont": {"color": INK, "shadow": "none"},
+            }
+        ]  # plotly's own shadow blurs them on a dark page
         return {"data": data, "layout": base_layout(self.title, "", "") | {"height": 320}}
 
     @override

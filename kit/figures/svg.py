@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-INK, GRID, LIMIT = "#7b838d", "#7b838d40", "#64748b"  # middle greys, readable on white and on black
+INK, GRID, LIMIT = "#7b838d", "#7b838d40", "#7b838d"  # middle greys, readable on white and on black
 WIDTH = 720
 LETTER = 6.4  # mean width of a letter at 12 px
 ROW, BAR, LABELS = 26, 18, 190  # height of a row of bars, of a bar, and the width of the labels left of it

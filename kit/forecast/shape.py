@@ -1,38 +1,75 @@
-"""Shape: a model's parameters, counted exactly from its config.json alone; no torch, no weights."""
+"""Shape: what the formulas read of a model, as `kit.forecast.counting` counts it once for each config; no torch."""
 
 import functools
+import hashlib
+import importlib.metadata
 import json
-import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kit import files
 from kit.config import models, schema
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 
-_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_ATTENTIONS = "sdpa eager flash_attention_2 flex_attention"
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+FORMAT = 1  # of what is kept of a count; raised when its fields change
+PART, NO_PARTS = "_config", ("text_config", "quantization_config", "compression_config")
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts", "n_routed_experts"),
+)
+# Keys of a config that change no size.
+UNREAD = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "quantization_config"),
+    *("_source", "_name_or_path", "_model_name_or_path"),
+)
+# Families whose layers the formulas of kit.forecast.activations were written for.
+CHECKED = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("smollm3", "olmo2", "phi", "phi3", "deepseek_v2", "deepseek_v3", "llama4_text", "gpt_oss", "starcoder2", "gpt2"),
+    *("gpt_neox", "bloom", "falcon", "opt"),
+)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One projection of a layer; `source` tells which tensor it reads, `names` what LoRA's target modules call it.
+    """One projection of a layer. `names`: what LoRA's target modules call it.
 
+    reads: hidden states, the output of the attention, or something inside of the attention or the feed-forward.
     Experts are one tensor, of whose `copies` a token uses `used`. One that fuses two projections has the names of both.
     """
 
     path: str
-    source: str
+    reads: Literal["hidden", "attention", "inner"]
     inputs: int
     outputs: int
     parameters: int
     copies: int
     used: int
     names: tuple[str, ...]
+
+    @property
+    def in_attention(self) -> bool:
+        """Whether it belongs to the attention."""
+        return "att" in self.path
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads the hidden states of the layer, as queries, gates and routers do."""
+        return self.reads == "hidden"
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether it reads the output of the attention."""
+        return self.reads == "attention"
+
+    @property
+    def source(self) -> tuple[str, str, int]:
+        """The same for projections that read one tensor: the part of the layer, what it reads, and how wide that is."""
+        return self.path.partition(".")[0], self.reads, self.inputs
 
     def answers(self, module: str) -> bool:
         """Whether an entry of target_modules means it: all-linear, its name, or that and more of its path."""
@@ -57,16 +94,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the formulas need to know of a model: `kinds` of layers and how many of each; `outer`, what is in none.
+    """What the formulas need to know of a model: `kinds` of layers, the largest first, and how many of each; `outer`,
+    what is in none.
 
-    layer (its parameters), linears, vectors, norms and ffn are the largest kind's. query is the mean width of a token's
-    queries and attention output, key that of keys and values, which differ in DeepSeek's MLA. `attentions` are
-    the values that model.attention may have; of a single head of keys, `single_key`, that is not repeated for the
-    queries, sdpa holds all scores; window is that of sliding attention, 0 without. `unknown` says what the formulas do
-    not know, which makes every figure a bound; `notes`, what is left out.
+    query is the mean width of a token's queries and attention output, key that of keys and values, which differ in
+    DeepSeek's MLA. `attentions` are the values that model.attention may have; of a single head of keys, `single_key`,
+    that is not repeated for the queries, sdpa holds all scores; window is that of sliding attention, 0 without. `notes`
+    says what is left out.
     """
 
     name: str
+    family: str
     hidden: int
     layers: int
     vocab: int
@@ -77,16 +115,45 @@ class Shape:
     tied: bool
     kinds: tuple[tuple[int, Layer], ...]
     outer: Layer
-    layer: int
-    linears: tuple[Linear, ...]
-    vectors: int
-    norms: int
-    ffn: int
     attentions: tuple[str, ...]
     single_key: bool
     window: int
-    unknown: str
     notes: tuple[str, ...]
+
+    @property
+    def largest(self) -> Layer:
+        """The layer with most parameters."""
+        return self.kinds[0][1]
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the largest layer."""
+        return self.largest.parameters
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Projections of the largest layer."""
+        return self.largest.linears
+
+    @property
+    def vectors(self) -> int:
+        """Other parameters of the largest layer."""
+        return self.largest.vectors
+
+    @property
+    def norms(self) -> int:
+        """Norms of hidden states in the largest layer."""
+        return self.largest.norms
+
+    @property
+    def ffn(self) -> int:
+        """Width of a token's feed-forward in the largest layer, over all experts that it goes to."""
+        return self.largest.ffn
+
+    @property
+    def checked(self) -> bool:
+        """Whether the formulas of activations were compared with layers of this family."""
+        return self.family in CHECKED
 
     @property
     def head(self) -> int:
@@ -104,21 +171,52 @@ class Shape:
         """Weights that one token is multiplied with in the layers: experts as routed."""
         return sum(n * x.inputs * x.outputs * x.used for n, layer in self.kinds for x in layer.linears)
 
+    @functools.cached_property
+    def feed_forward(self) -> tuple[Linear, ...]:
+        """The projections of the largest layer outside its attention."""
+        return tuple(linear for linear in self.linears if not linear.in_attention)
+
+    @functools.cached_property
+    def gated(self) -> bool:
+        """Whether the feed-forward multiplies two projections, as SwiGLU does."""
+        up = sum(linear.outputs for linear in self.feed_forward if linear.reads_hidden)
+        return up >= 2 * max(linear.inputs for linear in self.feed_forward if not linear.reads_hidden)
+
+    @property
+    def wide_tensors(self) -> int:
+        """Tensors as wide as the feed-forward that it makes: projections, activation, product."""
+        return 3 if self.gated else 2
+
+    @functools.cached_property
+    def experts_used(self) -> int:
+        """Experts that a token goes to; 0 without experts."""
+        return max((linear.used for linear in self.feed_forward if linear.copies > 1), default=0)
+
+    @functools.cached_property
+    def fused_attention(self) -> bool:
+        """Whether queries, keys and values are one projection."""
+        return any(linear.outputs == self.query + 2 * self.key for linear in self.linears)
+
+    @functools.cached_property
+    def biased(self) -> bool:
+        """Whether any projection has a bias."""
+        return any(x.parameters > x.copies * x.inputs * x.outputs for x in self.linears)
+
     def masked(self, recipe: Recipe) -> bool:
         """Whether attention is handed a mask: for packed rows, and for those as long as a sliding window."""
         return recipe.data.packing or 0 < self.window <= recipe.data.seq_len
 
     def holds_scores(self, recipe: Recipe) -> bool:
         """Whether all attention scores of a layer lie in memory."""
-        return recipe.model.attention == "eager" or (recipe.model.attention == "sdpa" and self.single_key)
+        attention = recipe.model.attention_used
+        return attention == "eager" or (attention == "sdpa" and self.single_key)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises InputError for what transformers or PEFT would refuse as the run starts, where the family is known."""
-        if self.unknown:
-            return
-        if recipe.model.attention not in self.attentions:
+        """Raises InputError for what transformers or PEFT would refuse as the run starts."""
+        attention = recipe.model.attention_used
+        if attention not in (*self.attentions, "varlen"):
             raise InputError(
-                f"model.attention: transformers has no {recipe.model.attention} for {self.name}, and the run would end "
+                f"model.attention: transformers has no {attention} for {self.name}, and the run would end "
                 f"as it loads the model; there is {' or '.join(self.attentions)}."
             )
         self.trainable(recipe)
@@ -153,110 +251,91 @@ class Shape:
         return recipe.tuning.r * sum(n * len(x.names) * x.copies * (x.inputs + x.outputs) for n, x in found)
 
 
-@functools.cache
-def _families() -> dict[str, dict[str, Any]]:
-    table = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-    for family in table.values():
-        family |= {k: v.format_map(table["parts"]) for k, v in family.items() if k in ("layer", "dense")}
-    return table | {"known": {name: family for name, family in table.items() if "layer" in family}}
-
-
 def shape_of(config: dict[str, Any], name: str) -> Shape:
     """The shape behind the contents of a config.json, of its text part where it has others.
 
-    A bound, labelled so, where families.toml does not know the model_type. Raises InputError for a missing or bad key.
+    What transformers makes of it is counted once, and kept for this user; of shipped configs it is shipped. Raises
+    InputError for a model that cannot be built, or whose layers hold what no formula counts.
     """
-    families, notes, unknown = _families(), [], ""
-    if parts := [key for key in ("vision_config", "audio_config") if key in config]:
-        notes.append(f"Only the text part of {name} is counted; its {' and '.join(parts)} is left out.")
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
-        notes.append(f"The published weights of {name} are quantised ({method}); they are counted as if they were not.")
-    given = config | (config.get("text_config") or {})
-    c = {families["same"].get(key, key): value for key, value in given.items() if value is not None}
-    table = families["known"].get(kind := str(c.get("model_type", "")))
-    if not table:
-        kin = "deepseek_v3" if "kv_lora_rank" in c else "qwen2_moe" if "num_local_experts" in c else "llama"
-        table = families[kin] | families["bound"]
-        unknown = (
-            f"model_type {kind!r} is unknown: counted as {kin} with every bias and more norms, an upper bound unless "
-            "it holds other tensors."
+    _check_values(config, name)
+    return _shape(json.dumps(config, sort_keys=True), name)
+
+
+@functools.lru_cache(maxsize=256)
+def _shape(text: str, name: str) -> Shape:
+    config = json.loads(text)
+    fields = _shipped_counts().get(digest(config)) or _counted(config, name)
+    kinds = tuple((count, _layer(layer)) for count, layer in fields["kinds"])
+    found = fields | {"kinds": kinds, "outer": _layer(fields["outer"]), "attentions": tuple(fields["attentions"])}
+    return Shape(name=name, notes=tuple(_notes(config, name, fields["family"])), **found)
+
+
+def _layer(fields: dict[str, Any]) -> Layer:
+    linears = tuple(Linear(**linear | {"names": tuple(linear["names"])}) for linear in fields["linears"])
+    return Layer(**fields | {"linears": linears})
+
+
+def _notes(config: dict[str, Any], name: str, family: str) -> Iterable[str]:
+    if config.get("text_config"):
+        parts = [key for key in config if key.endswith(PART) and key not in NO_PARTS and config[key]]
+        left_out = f"its {' and '.join(parts)} is left out" if parts else "the rest is left out"
+        yield f"Only the text part of {name} is counted; {left_out}."
+    quantization = config.get("quantization_config")
+    if method := quantization.get("quant_method") if isinstance(quantization, dict) else quantization:
+        yield f"The published weights of {name} are quantised ({method}); they are counted as if they were not."
+    if family not in CHECKED:
+        yield (
+            f"The parameters of {name} are counted, but what layers of type {family} keep was not compared with the "
+            "forecast, which takes them for layers of a Llama with these projections: it is never sure that they fit."
         )
-    default = table.get("default", {})
-    slides = default | given  # null in the config means no window
-    window = (slides.get("use_sliding_window", True) and slides.get("sliding_window")) or 0
-    whole = families.get(str(config.get("model_type")), {})
-    attentions = str(whole.get("attentions") or table.get("attentions") or _ATTENTIONS).split()
-    c = default | c | {"window": window, "attentions": tuple(attentions)}
-    c = {"qkv_bias": c.get("attention_bias", c.get("bias", False))} | c
-    if table.get("fourfold"):
-        c.setdefault("intermediate_size", 4 * c.get("hidden_size", 0))
-    for key in _KEYS:
-        if not isinstance(c.get(key), int) or c[key] < 1:
-            said = f"has {key} = {c[key]!r}" if key in c else f"lacks the key {key!r}"
-            hint = f" The model_type is unknown: {schema.nearest(kind, families['known'])}" if unknown else ""
-            raise InputError(f"{name}: its config of model_type {kind!r} {said}.{hint}")
-    return _shape(c, name, table, unknown, tuple(notes))
 
 
-def _sizes(c: dict[str, Any]) -> dict[str, int]:
-    """The sizes that families.toml speaks of."""
-    h, heads, f, get = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"], c.get
-    d, kv, new = get("head_dim", h // heads), get("num_key_value_heads", heads), get("new_decoder_architecture", False)
-    if c["model_type"] == "falcon" and not new:
-        kv = 1 if get("multi_query", True) else heads
-    m, e = get("moe_intermediate_size", f), get("word_embed_proj_dim", h)
-    a, latent, nope, rope, v = (get(key, 0) for key in _LATENT)
-    two = not get("parallel_attn", True) or get("num_ln_in_parallel_attn", 1 + new) == 2
-    last = get("do_layer_norm_before", True) and not get("_remove_final_layer_norm")
-    both = heads * (nope + rope)
-    return {
-        "h": h, "n": 2 * h, "n2": 2 * h * two, "nl": 2 * h * last, "heads": heads, "d": d, "q": heads * d, "k": kv * d,
-        "qkv": (heads + 2 * kv) * d, "f": get("intermediate_size_mlp", f), "2f": 2 * f, "m": m, "2m": 2 * m, "1": 1,
-        "E": get("num_local_experts", 0), "s": get("shared_expert_intermediate_size", get("n_shared_experts", 1) * m),
-        "a": a, "c": latent, "c+r": latent + rope, "Q": both, "Q1": 0 if a else both, "KV": heads * (nope + v),
-        "V": heads * v, "e": e * (e != h), "vocab": c["vocab_size"], "embedding": c["vocab_size"] * e,
-        "positions": (get("max_position_embeddings", 0) + 2 * (c["model_type"] == "opt")) * h,
-    }  # fmt: skip
+def digest(config: dict[str, Any]) -> str:
+    """sha256 over what a config says of its model, in hexadecimal groups, which no scanner takes for a key."""
+    read = {key: value for key, value in config.items() if key not in UNREAD}
+    found = hashlib.sha256(json.dumps(read, sort_keys=True).encode())
+    return found.digest().hex("-", 4)
 
 
-def _sparse(c: dict[str, Any]) -> int:
-    """How many layers have experts, where some have none."""
-    step, first = c.get("interleave_moe_layer_step", c.get("decoder_sparse_step", 1)), c.get("first_k_dense_replace", 0)
-    plain = c.get("mlp_only_layers", ())
-    routed = (i for i in range(c["num_hidden_layers"]) if (i + 1) % step == 0 and i >= first and i not in plain)
-    return len(list(c.get("moe_layers", routed)))
+@functools.cache
+def _shipped_counts() -> dict[str, dict[str, Any]]:
+    """Counts of the shipped configs, by digest; `python -m tests.forecast.shipped_counts` remakes them."""
+    path = Path(__file__).with_name("counts.json")
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
-def _shape(c: dict[str, Any], name: str, table: dict[str, Any], unknown: str, notes: tuple[str, ...]) -> Shape:
-    size, fused, used = _sizes(c), table.get("fused", {}), c.get("num_experts_per_tok", 1)
-    taken = {part for parts in fused.values() for part in parts}
+def _counted(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """What was counted before with this release of transformers, else what is counted now."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("transformers")
+        kept = files.state_home() / "counts" / f"{digest(config)}-{FORMAT}-{version}.json"
+        if kept.is_file():
+            with suppress(InputError):  # another file has been put there
+                known: dict[str, Any] = files.read_json(kept)
+                return known
+        from kit.forecast.counting import count
 
-    def linear(path: str, i: str, o: str, bias: str = "") -> Linear:
-        leaf, (copies, active) = path.rpartition(".")[2], (size["E"], used) if ".experts." in path else (1, 1)
-        names = tuple(fused.get(leaf, ())) if path.startswith("!") else (leaf,) * (leaf not in taken)
-        parameters = copies * (size[i] + c.get(bias, False)) * size[o]
-        return Linear(path, path.split(".")[0] + i, size[i], size[o], parameters, copies, active, names)
+        fields = count(config, name)
+        with suppress(OSError):  # a home that cannot be written to: it is counted again next time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(kept, fields)
+        return fields
+    raise InputError(f"{name}: its parameters are counted with transformers, which is not installed here.")
 
-    def layer(tensors: str, vectors: str) -> Layer:
-        rows = [linear(*row.split()) for row in tensors.split(",") if row]
-        linears = tuple(x for x in rows if x.inputs and x.outputs)
-        norms = sum(size[word] > 0 for word in vectors.split() if word in ("h", "n", "n2"))
-        other = sum(size[word] for word in vectors.split())
-        ffn = size["m"] * used + size["s"] * ("shared" in tensors) if ".experts." in tensors else size["f"]
-        return Layer(sum(x.parameters for x in linears) + other, linears, other, norms, ffn)
 
-    depth, vectors, mla = c["num_hidden_layers"], table.get("vectors", "h h"), (size["Q"] + size["V"]) // 2
-    sparse = _sparse(c) if "dense" in table and not unknown else depth
-    kinds = tuple((n, layer(table[key], vectors)) for n, key in ((sparse, "layer"), (depth - sparse, "dense")) if n)
-    largest = max((kind for _, kind in kinds), key=lambda kind: kind.parameters)
-    return Shape(
-        name, c["hidden_size"], depth, c["vocab_size"], c["num_attention_heads"], mla or size["q"], mla or size["k"],
-        size["embedding"], c.get("tie_word_embeddings", table.get("tied", False)), kinds,
-        outer=layer(table.get("outside", ""), table.get("outer", "h")), layer=largest.parameters,
-        linears=largest.linears, vectors=largest.vectors, norms=largest.norms, ffn=largest.ffn,
-        attentions=c["attentions"], single_key=table.get("single_key", False) and size["k"] == size["d"],
-        window=c["window"], unknown=unknown, notes=notes,
-    )  # fmt: skip
+def _check_values(config: dict[str, Any], name: str) -> None:
+    """Raises InputError for values that are not sizes: transformers builds a model from some of them."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise InputError(f"{name}: its config has text_config = {text!r}; it must be an object.")
+    given = config | (text or {})
+    for key in (key for key in SIZES if given.get(key) is not None):
+        value = given[key]
+        if isinstance(value, list) and all(isinstance(each, int) and each > 0 for each in value):
+            continue  # one for each layer
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name}: its config has {key} = {value!r}; it must be an integer of at least 1.")
 
 
 @functools.cache
@@ -266,13 +345,13 @@ def shipped() -> dict[str, dict[str, Any]]:
     return {name: table[config] if isinstance(config, str) else config for name, config in table.items()}
 
 
-def load_shape(name: str, hf_home: str = "") -> Shape:
-    """From a config.json, a folder that has one, a shipped hub id, or a hub cache, in this order.
+def load_config(name: str, hf_home: str = "") -> dict[str, Any]:
+    """The content of a config.json: of a file, a folder that has one, a shipped hub id, or a hub cache, in this order.
 
     `hf_home` is the profile's cache. Raises InputError where the model is not found.
     """
     if name in shipped() and not models.local_config(name):
-        return shape_of(shipped()[name], name)
+        return shipped()[name]
     path = models.find_config(name, hf_home)
     if path is None:
         raise InputError(
@@ -284,4 +363,9 @@ def load_shape(name: str, hf_home: str = "") -> Shape:
     config = files.read_json(path)
     if not isinstance(config, dict):
         raise InputError(f"{path} is not a model's config, but a {type(config).__name__}.")
-    return shape_of(config, name)
+    return config
+
+
+def load_shape(name: str, hf_home: str = "") -> Shape:
+    """The shape of a model, from the config that `load_config` finds. Raises InputError as it and `shape_of` do."""
+    return shape_of(load_config(name, hf_home), name)

@@ -1,12 +1,13 @@
 """Tuning: the fastest settings of a recipe that fit a cluster, with the same effective batch, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
+from kit.forecast.shape import load_shape
 from kit.forecast.timing import Prediction, predict
 from kit.show import Part, Result, Table
 
@@ -20,7 +21,10 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that fits. `override` changes the given recipe into it; `spare_gib` is free on the device."""
+    """A setting that fits. `override` changes the given recipe into it; `spare_gib` is free on the device.
+
+    compiled: whether its layers are compiled, where the recipe leaves that open.
+    """
 
     recipe: Recipe
     override: dict[str, Any]
@@ -29,6 +33,7 @@ class Choice:
     allocated_gib: float
     spare_gib: float
     reason: str
+    compiled: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -41,10 +46,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices(Result, Sequence[Choice]):
-    """Settings that fit, fastest first. Where there are none, `reason` says why."""
+    """Settings that fit, fastest first. Where there are none, `reason` says why. `notes`: advice about the recipe."""
 
     choices: tuple[Choice, ...]
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -54,7 +60,11 @@ class Choices(Result, Sequence[Choice]):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {"choices": [choice.as_dict() for choice in self.choices], "reason": self.reason}
+        return {
+            "choices": [choice.as_dict() for choice in self.choices],
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
 
     def parts(self) -> Iterator[Part]:
         """A table of the fastest settings and the options of the first, or the reason why there are none."""
@@ -66,6 +76,7 @@ class Choices(Result, Sequence[Choice]):
             yield f"{len(self.choices) - SHOWN} slower settings also fit."
         if options := self.choices[0].options():
             yield f"The fastest: kit launch RECIPE {options}"
+        yield from (f"Note: {note}" for note in self.notes)
 
 
 def _row(choice: Choice) -> dict[str, Any]:
@@ -75,7 +86,8 @@ def _row(choice: Choice) -> dict[str, Any]:
         "nodes x GPUs": f"{parallel.nodes} x {parallel.gpus_per_node}",
         "micro_batch x grad_accum": f"{schedule.micro_batch} x {schedule.grad_accum}",
         "checkpointing": parallel.activation_checkpointing,
-        "s per step": choice.step_s,
+        "compiled": choice.compiled,
+        "s/step": choice.step_s,
         "tokens/s": choice.tokens_per_s,
         "allocated, GiB": choice.allocated_gib,
         "to spare, GiB": choice.spare_gib,
@@ -92,25 +104,22 @@ def setting(recipe: Recipe) -> dict[str, Any]:
     return {key: getattr(getattr(recipe, table), name) for key in KEYS for table, name in [key.split(".")]}
 
 
-def tune(recipe: Recipe, cluster: Cluster, nodes: bool = False) -> Choices:
+def tune(recipe: Recipe, cluster: Cluster, nodes: bool = False, manifest: Mapping[str, Any] | None = None) -> Choices:
     """Every setting that can be launched and whose forecast fits, fastest first; empty with a reason where none does.
 
-    With `nodes`, node counts up to the cluster's are tried as well.
+    With `nodes`, node counts up to the cluster's are tried as well. manifest: of the prepared dataset.
     """
-    if recipe.tuning.method == "qlora":
-        return Choices(
-            (), "tuning.method qlora can be forecast but not launched, so there is nothing to tune; use lora."
-        )
     if not cluster.nodes.gpu_bf16_tflops:
-        return Choices(
-            (), f"Cluster {cluster.name} gives no nodes.gpu_bf16_tflops, so no setting is known to be faster."
-        )
-    found = [(candidate, predict(candidate, cluster)) for candidate in _settings(recipe, cluster, nodes)]
+        return Choices((), f"No step time is known: set nodes.gpu_bf16_tflops in the profile of {cluster.name}.")
+    shape = load_shape(recipe.model.name, cluster.paths.hf_home)
+    candidates = _settings(recipe, cluster, nodes)
+    found = [(candidate, predict(candidate, cluster, manifest, shape)) for candidate in candidates]
     fits = [(candidate, forecast) for candidate, forecast in found if forecast.memory.verdict == "fits"]
     if not fits:
         return Choices((), _why_nothing_fits(recipe, cluster, found))
-    present = predict(recipe, cluster)
-    return Choices(tuple(_choice(candidate, forecast, recipe, present) for candidate, forecast in _ranked(fits)))
+    present = predict(recipe, cluster, manifest, shape)
+    ranked = (_choice(candidate, forecast, recipe, present) for candidate, forecast in _ranked(fits))
+    return Choices(tuple(ranked), notes=present.notes)
 
 
 def _ranked(fits: list[tuple[Recipe, Prediction]]) -> list[tuple[Recipe, Prediction]]:
@@ -147,7 +156,7 @@ def _layouts(recipe: Recipe, cluster: Cluster, nodes: int) -> list[tuple[Any, An
     In a full fine-tune FSDP trains fp32 master weights and DDP bf16 weights, so that neither replaces the other.
     """
     full, sharded, gpus = recipe.tuning.method == "full", recipe.parallel.strategy != "ddp", cluster.nodes.gpus > 0
-    if nodes * recipe.parallel.gpus_per_node == 1:
+    if nodes * recipe.parallel.gpus_per_node == 1 or recipe.model.base in ("fp8", "nf4"):  # FSDP does not shard these
         return [("ddp", "full")]
     layouts = []
     if not (full and sharded and gpus):
@@ -172,7 +181,13 @@ def _choice(candidate: Recipe, forecast: Prediction, given: Recipe, present: Pre
         allocated_gib=memory.allocated_gib,
         spare_gib=memory.capacity_gib - memory.device_gib[1],
         reason="; ".join(_reasons(override, before, forecast, present)) or "the recipe's own setting",
+        compiled=_compiled(candidate, forecast),
     )
+
+
+def _compiled(candidate: Recipe, forecast: Prediction) -> bool:
+    chosen = {decision.key: decision.value for decision in forecast.choices}
+    return bool(chosen.get("parallel.compile", candidate.parallel.compile) == "on")
 
 
 def _reasons(override: dict[str, Any], was: dict[str, Any], found: Prediction, before: Prediction) -> Iterator[str]:
@@ -200,7 +215,7 @@ def _why_nothing_fits(recipe: Recipe, cluster: Cluster, found: Sequence[tuple[Re
     closest, forecast = min(found, key=lambda pair: pair[1].memory.device_gib[1])
     memory, words = forecast.memory, ", ".join(f"{key} = {_text(value)}" for key, value in setting(closest).items())
     if memory.verdict == "unknown":
-        return f"Cluster {cluster.name} gives no nodes.gpu_memory_gib, so it is unknown what fits."
+        return f"It is unknown what fits: set nodes.gpu_memory_gib in the profile of {cluster.name}."
     return (
         f"No setting is sure to fit {cluster.name} with {recipe.batch} rows per step. Closest: {words}, with up to "
         f"{memory.device_gib[1]:.1f} of {memory.capacity_gib:.1f} GiB. {memory.cheapest_fix}"

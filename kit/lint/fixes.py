@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kit import files
@@ -19,7 +20,7 @@ def fix(text: str) -> str:
     """
     rows = _interpreter_first(Script(text).rows)
     for id, fix_row in ROW_FIXES.items():
-        for hit in list(RULES[id].find(Script("\n".join(rows)))):
+        for hit in list(RULES[id](Script("\n".join(rows)))):
             if hit.line <= len(rows):  # a variable of several lines, run by bash -c, may count beyond the end
                 rows[hit.line - 1] = fix_row(rows[hit.line - 1], hit)
     return "\n".join(_with_missing_rows(rows))
@@ -52,9 +53,9 @@ def _with_missing_rows(rows: list[str]) -> list[str]:
     """The rows with those that KS203 and KS609 miss."""
     script = Script("\n".join(rows))
     rows = list(rows)
-    for _ in RULES["KS609"].find(script):
+    for _ in RULES["KS609"](script):
         rows.insert(script.body_line - 1, "export PYTHONUNBUFFERED=1")
-    for hit in RULES["KS203"].find(script):
+    for hit in RULES["KS203"](script):
         rows.insert(hit.line, "#SBATCH --open-mode=append")
     return rows
 
@@ -71,44 +72,33 @@ def _fix_characters(row: str, hit: Hit) -> str:
     return row.replace(hit.found, _to_ascii(hit.found))
 
 
-def _fix_directive(row: str, hit: Hit) -> str:
+def _fix_directive(row: str, _hit: Hit) -> str:
     """#SBATCH for what was meant as such; "# SBATCH" stays, since it may have been switched off on purpose."""
     return ALMOST_DIRECTIVE.sub(lambda match: match[0] if match[3] else "#SBATCH", row)
 
 
-def _fix_rendezvous_id(row: str, hit: Hit) -> str:
-    return re.sub(rf"(rdzv[-_]id[= ]['\"]?){hit.found}\b", r"\1$SLURM_JOB_ID", row)
+# Rules that are fixed in their own row by a regular expression and its replacement. FOUND is what the rule found.
+FOUND, INSTEAD = "<found>", "<instead>"
+REPLACEMENTS = {
+    "KS408": (rf"(rdzv[-_]id[= ]['\"]?){FOUND}\b", r"\1$SLURM_JOB_ID"),
+    "KS409": (rf"^(.*?\s){FOUND}", rf"\1env {FOUND}"),
+    "KS411": (rf"\b{FOUND}\b", INSTEAD),
+    "KS415": (r"\bNCCL_ASYNC_ERROR_HANDLING\b", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "KS416": (r"^((?:(?!srun).)*)\bsrun\b(?!.*srun)", r"\1srun --kill-on-bad-exit=1"),  # the only srun of the row
+    "KS508": (r"(requeue \"?)\$\{?SLURM_JOB_?ID\b\}?", r"\1${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"),
+}
 
 
-def _fix_assignment(row: str, hit: Hit) -> str:
-    return re.sub(rf"(?<=\s){hit.found}", f"env {hit.found}", row, count=1)
-
-
-def _fix_variable(row: str, hit: Hit) -> str:
-    return re.sub(rf"\b{hit.found}\b", hit.replacement, row)
-
-
-def _fix_deprecated(row: str, hit: Hit) -> str:
-    return re.sub(r"\bNCCL_ASYNC_ERROR_HANDLING\b", "TORCH_NCCL_ASYNC_ERROR_HANDLING", row)
-
-
-def _fix_srun(row: str, hit: Hit) -> str:
-    return re.sub(r"\bsrun\b", "srun --kill-on-bad-exit=1", row) if row.count("srun") == 1 else row
-
-
-def _fix_requeue(row: str, hit: Hit) -> str:
-    task = r"\1${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
-    return re.sub(r"(requeue \"?)\$\{?SLURM_JOB_?ID\b\}?", task, row)
+def _replace(id: str, row: str, hit: Hit) -> str:
+    pattern, replacement = (
+        text.replace(FOUND, hit.found).replace(INSTEAD, hit.replacement) for text in REPLACEMENTS[id]
+    )
+    return re.sub(pattern, replacement, row)
 
 
 # Rules that are fixed in their own row: from the row and the hit to the row as it should be.
 ROW_FIXES: dict[str, Callable[[str, Hit], str]] = {
     "KS101": _fix_characters,
     "KS103": _fix_directive,
-    "KS408": _fix_rendezvous_id,
-    "KS409": _fix_assignment,
-    "KS411": _fix_variable,
-    "KS415": _fix_deprecated,
-    "KS416": _fix_srun,
-    "KS508": _fix_requeue,
+    **{id: partial(_replace, id) for id in REPLACEMENTS},
 }

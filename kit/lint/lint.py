@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kit.errors import InputError
-from kit.lint.rule import Hit, Rule, Severity
+from kit.lint.rule import RULE_TEXTS, Hit, Severity
 from kit.lint.rules import RULES
 from kit.lint.script import Script
 from kit.lint.secret import may_hold_secret
-from kit.lint.shell import as_written
 from kit.lint.site import Site
 
 
@@ -27,14 +26,14 @@ class Finding:
 def lint(text: str, file: str = "script", site: Site | None = None) -> list[Finding]:
     """All findings in a script, by line. `file` is its name; log folders are looked for next to it."""
     script = Script(text, file, site)
-    found = {_finding(file, rule, hit) for rule in RULES.values() for hit in rule.find(script)}
+    found = {_finding(file, rule, hit) for rule, find in RULES.items() for hit in find(script)}
     return sorted(found, key=lambda finding: (finding.line, finding.rule, finding.message))
 
 
-def _finding(file: str, rule: Rule, hit: Hit) -> Finding:
-    detail = "This line" if may_hold_secret(hit.detail) else as_written(hit.detail)
-    message = rule.text.message.replace("{}", detail)
-    return Finding(file, rule.code, rule.text.severity, hit.line, message, rule.text.fix)
+def _finding(file: str, rule: str, hit: Hit) -> Finding:
+    text = RULE_TEXTS[f"{rule}b" if hit.milder else rule]
+    detail = "This line" if may_hold_secret(hit.detail) else hit.detail
+    return Finding(file, rule, text.severity, hit.line, text.message.replace("{}", detail), text.fix)
 
 
 def lint_file(path: Path, site: Site | None = None) -> list[Finding]:

@@ -15,6 +15,8 @@ OPTIONS = {name.rstrip("=?") for name in re.sub(r"\b\w\|", "", SBATCH_OPTIONS).s
 SINCE = {name.rstrip("=?"): release for release, names in KNOWN["later"].items() for name in names.split()}
 VARIABLES = {f"SLURM_{name}" for name in KNOWN["variables"].split()}
 
+ALIASES = {"tasks-per-node": "ntasks-per-node"}  # sbatch and srun accept it; the manual does not name it
+
 _DIRECTIVE_WORD = re.compile(r"""#.*|(?:"[^"]*"|'[^']*'|\\\S|[^\s"'\\#])+|\S""", re.ASCII)
 
 
@@ -37,18 +39,12 @@ class Problem(StrEnum):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A name with a value: an option of a program, or an assignment."""
+class Option:
+    """An option by its long name. With a problem: the name as it was given, and the complete word as its value."""
 
     name: str
     value: str
     line: int
-
-
-@dataclass(frozen=True)
-class Option(Setting):
-    """An option by its long name. With a problem: the name as it was given, and the complete word as its value."""
-
     problem: Problem = Problem.NONE
 
     @property
@@ -117,12 +113,12 @@ def _parse_long(word: str, rest: list[str], line: int, table: OptionTable) -> Op
     names = [given] if given in table.arguments else [name for name in table.arguments if name.startswith(given)]
     if len(names) != 1:
         return Option(given, word, line, Problem.AMBIGUOUS if names else Problem.UNKNOWN)
-    argument = table.arguments[names[0]]
+    name, argument = ALIASES.get(names[0], names[0]), table.arguments[names[0]]
     if equals and argument is Argument.NONE:
         return Option(given, word, line, Problem.TAKES_NO_VALUE)
     if equals or argument is not Argument.REQUIRED:
-        return Option(names[0], value, line)
-    return Option(names[0], rest.pop(0), line) if rest else Option(given, word, line, Problem.NEEDS_VALUE)
+        return Option(name, value, line)
+    return Option(name, rest.pop(0), line) if rest else Option(given, word, line, Problem.NEEDS_VALUE)
 
 
 def _parse_short(word: str, rest: list[str], line: int, table: OptionTable) -> Option:

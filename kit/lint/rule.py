@@ -1,10 +1,10 @@
-"""Rules: the decorator that registers one, what it returns, and its severity and texts from rules.toml."""
+"""Rules: their severity and texts from rules.toml, how they are registered, and the places that they return."""
 
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kit.lint.script import Script
 
@@ -15,13 +15,14 @@ class Hit(NamedTuple):
     """A place where a rule applies.
 
     detail: replaces {} in the rule's message. found, replacement: for a fix, the text in the line that is wrong, and
-    what to write instead where only the rule knows it.
+    what to write instead where only the rule knows it. milder: whether the form with "b" after the id applies.
     """
 
     line: int
     detail: str = ""
     found: str = ""
     replacement: str = ""
+    milder: bool = False
 
 
 Find = Callable[[Script], Iterable[Hit]]
@@ -29,39 +30,26 @@ Find = Callable[[Script], Iterable[Hit]]
 
 @dataclass(frozen=True)
 class RuleText:
-    """An entry of rules.toml. message: with {} for the detail of a hit."""
+    """An entry of rules.toml. message: with {} for the detail of a hit. find: see `kit.lint.table`."""
 
     severity: Severity
     message: str
     fix: str
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule: its id such as "KS201", or "KS201b" for a milder form of it, its texts, and how it is found."""
-
-    id: str
-    text: RuleText
-    find: Find
-
-    @property
-    def code(self) -> str:
-        """The id that findings have: without the letter."""
-        return self.id[:5]
+    find: Mapping[str, Any] = field(default_factory=dict)
 
 
 RULE_TEXTS = {
     id: RuleText(**entry)
     for id, entry in tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8")).items()
 }
-RULES: dict[str, Rule] = {}  # by id; filled by the modules in kit/lint/rules
+RULES: dict[str, Find] = {}  # by id; filled by kit/lint/table.py and the modules in kit/lint/rules
 
 
 def rule(id: str) -> Callable[[Find], Find]:
     """Register a function as the rule with this id. It returns the places in a script where the rule applies."""
 
     def register(find: Find) -> Find:
-        RULES[id] = Rule(id, RULE_TEXTS[id], find)
+        RULES[id] = find
         return find
 
     return register

@@ -1,14 +1,14 @@
 """Script: a batch script as sbatch reads it (directives) and as bash reads it (commands and steps)."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from kit.lint.options import Directive, Option, Setting, directives, number, parse_options, sbatch_with_plugins
-from kit.lint.shell import Code, Word
+from kit.lint.options import Directive, Option, directives, number, parse_options, sbatch_with_plugins
+from kit.lint.shell import Code, Command, Setting, Word, after
 from kit.lint.site import Site
 from kit.lint.steps import LAUNCHERS, Scope, Step, read_steps
 
@@ -18,20 +18,16 @@ RESUME = re.compile(
 HETEROGENEOUS = (["hetjob"], ["packjob"])  # directives that separate the components of a heterogeneous job
 
 
-class Operand(NamedTuple):
-    """A word in a directive that is neither an option nor its value."""
-
-    line: int
-    text: str
-
-
 @dataclass(frozen=True)
 class Request:
-    """What the directives ask of sbatch. options: all, in order, with those that sbatch refuses."""
+    """What the directives ask of sbatch.
+
+    options: all, in order, with those that sbatch refuses. operands: words that are neither an option nor its value.
+    """
 
     directives: list[Directive]
     options: list[Option]
-    operands: list[Operand]
+    operands: list[Option]
 
     @classmethod
     def parse(cls, text: str, site: Site) -> "Request":
@@ -42,7 +38,7 @@ class Request:
             parsed = parse_options(words, line, table)
             options += parsed.options
             if parsed.rest and parsed.rest not in HETEROGENEOUS:
-                operands.append(Operand(line, parsed.rest[0]))
+                operands.append(Option("", parsed.rest[0], line))
         return cls(lines, options, operands)
 
     @cached_property
@@ -146,6 +142,19 @@ class Script:
         return any("pipefail" in mode for mode in self._modes) or "PIPESTATUS" in self.text
 
     @cached_property
+    def functions(self) -> set[str]:
+        """Names of the functions that the script defines."""
+        inside = {kind for command in self.code.commands for kind in command.inside}
+        return {kind.removeprefix("function ") for kind in inside if kind.startswith("function ")}
+
+    def commands_after(self, step: Step) -> list[Command]:
+        """The script's commands that may run after a step: without those in other branches of the same if or case."""
+        after = self.code.commands[step.index + 1 :]
+        other = {"if": {"elif", "else"}, "case": {"case"}}
+        branches = {branch for kind in other.keys() & step.command.inside for branch in other[kind]}
+        return list(itertools.dropwhile(lambda command: bool(branches & command.inside), after))
+
+    @cached_property
     def resumes(self) -> bool:
         """Whether anything in the script suggests that the training resumes after an interruption."""
         return self.request.has("signal") or any(RESUME.search(word.text) for word in self.words)
@@ -158,7 +167,8 @@ class Script:
         asked = self.request.value("nodes")
         if asked:
             return number(asked.partition("-")[0])
-        other = self.request.has("nodelist", "ntasks", "nodefile")
+        named = self.request.value("nodelist")
+        other = re.search(r"[,\[/]", named) or self.request.has("ntasks", "nodefile")
         return None if other or re.search(r"SLURM_(NNODES|JOB_NUM_NODES)", self.text) else 1
 
     @cached_property
@@ -187,11 +197,6 @@ class Script:
         for step in self.steps:
             yield from (step.options[name] for name in names if name in step.options)
 
-    def assignments(self, name: str, value: str = ".*") -> list[Setting]:
-        """Assignments whose name and value match these patterns; the last of each name."""
-        found = [a for a in self.scope.assignments if re.fullmatch(name, a.name) and re.fullmatch(value, a.value)]
-        return list({assignment.name: assignment for assignment in found}.values())
-
     def settings(self, variable: str, *names: str) -> Iterator[Setting]:
         """The settings of an environment variable, and of launcher options that mean the same."""
         yield from self.launcher_options(*names)
@@ -202,8 +207,10 @@ class Script:
         """Rendezvous ports as written; of several equal ones the first."""
         given = [*self.settings("MASTER_PORT", "master_port", "main_process_port")]
         given += self.launcher_options("rdzv_endpoint")
-        ports = {setting.value.rpartition(":")[2]: setting for setting in reversed(given)}
-        return [Setting(setting.name, port, setting.line) for port, setting in ports.items()]
+        ports = [
+            replace(setting, parts=after(setting.parts, setting.value.rfind(":") + 1)) for setting in reversed(given)
+        ]
+        return list({port.value: port for port in ports}.values())
 
 
 def _spread(tasks: int | None, nodes: int | None) -> int | None:

@@ -5,9 +5,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
+import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,32 +22,21 @@ from nbformat.v4 import new_output
 from kit import files
 from kit.notebook.ending import Ending, Outcome, kernel_death
 from kit.notebook.provenance import relative
-from kit.notebook.redact import hide, secret_values
+from kit.notebook.redact import Secrets, hide, secret_values
 
 GRACE_S = 10.0  # from the interrupt to the kill; Slurm's KillWait leaves 30 between SIGTERM and SIGKILL
 AUTOSAVE_S = 30.0  # between saves while a cell runs
-OUTPUT_TIMEOUT_S = 60
+START_TIMEOUT_S = OUTPUT_TIMEOUT_S = 60
 KERNEL_STARTS = 3  # attempts: ports are free when they are chosen, but may be taken when the kernel binds them
-KERNEL_STDERR_LIMIT = 10_000  # characters kept of what a dead kernel wrote
+KERNEL_STDERR_LIMIT = 10_000  # bytes kept of what a dead kernel wrote
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 RESULTS = "__import__('kit.notebook.provenance', fromlist=['results']).results(globals())"  # evaluated in the kernel
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """Where a notebook is executed, saved and logged."""
-
-    out: Path | None = None  # the executed notebook; None: it is not saved
-    cwd: str | None = None  # working directory of the kernel
-    cell_timeout_s: float = math.inf
-    stdout: TextIO | None = None  # receives a copy of what cells print
-    stderr: TextIO | None = None
 
 
 class LineWriter:
     """Copies output to a stream by lines, without secrets. A line that is refreshed (\\r) is written once, complete."""
 
-    def __init__(self, stream: TextIO, secrets: list[str]) -> None:
+    def __init__(self, stream: TextIO, secrets: Secrets) -> None:
         self.stream, self.secrets, self.unfinished = stream, secrets, ""
 
     def write(self, text: str) -> None:
@@ -67,12 +56,23 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
 
     km: Any
 
-    def __init__(self, notebook: Any, options: ClientOptions, kernel_stderr: TextIO) -> None:
-        super().__init__(notebook, iopub_timeout=OUTPUT_TIMEOUT_S, raise_on_iopub_timeout=True)
-        self.options, self.kernel_stderr = options, kernel_stderr
+    def __init__(
+        self,
+        notebook: Any,
+        kernel_stderr: TextIO,
+        out: Path | None,
+        cwd: str | None,
+        cell_timeout_s: float,
+        start_timeout_s: int = START_TIMEOUT_S,
+        **streams: Any,
+    ) -> None:
+        """Without `out` the notebook is not saved. `streams`: stdout and stderr, for a copy of what cells print."""
+        super().__init__(
+            notebook, iopub_timeout=OUTPUT_TIMEOUT_S, raise_on_iopub_timeout=True, startup_timeout=start_timeout_s
+        )
+        self.out, self.cwd, self.cell_timeout_s, self.kernel_stderr = out, cwd, cell_timeout_s, kernel_stderr
         self.secrets = secret_values()
         self.stop_request: Outcome | None = None  # set once by a signal or a time-out; it then is the outcome
-        streams = {"stdout": options.stdout, "stderr": options.stderr}
         self.logs = {name: LineWriter(stream, self.secrets) for name, stream in streams.items() if stream}
 
     async def run(self) -> Outcome:
@@ -84,7 +84,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
         try:
             outcome = await self.run_cells()
             metadata.kit.update(await self.results(), ending=outcome.ending.value, exit_code=outcome.exit_code)
-            metadata.papermill.update(time_span(metadata.papermill.start_time), exception=not outcome.completed)
+            metadata.papermill.update(time_span(metadata.papermill.start_time), exception=outcome.failed)
             metadata.kit.update(time_span(metadata.kit.start_time), reason=outcome.reason or None)
             self.save()
             return outcome
@@ -114,7 +114,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
         for attempts_left in reversed(range(KERNEL_STARTS)):
             self.km = AsyncKernelManager(kernel_spec_manager=specs, transport_encryption="required")
             try:
-                await self.async_start_new_kernel(cwd=self.options.cwd, stderr=self.kernel_stderr)
+                await self.async_start_new_kernel(cwd=self.cwd, stderr=self.kernel_stderr)
                 await self.async_start_new_kernel_client()
                 return
             except RuntimeError:
@@ -123,7 +123,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
 
     async def run_cell(self, cell: Any, index: int) -> Outcome:
         """Run one cell and record how it ended."""
-        metadata, limit = cell.metadata.papermill, self.options.cell_timeout_s
+        metadata, limit = cell.metadata.papermill, self.cell_timeout_s
         metadata.update(status="running", start_time=datetime.now(UTC).isoformat())
         self.save()
         timer = self.loop.call_later(limit, self.stop, Outcome(Ending.CELL_TIMED_OUT, detail=f"{limit:g}"))
@@ -136,7 +136,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
             reason = outcome.reason
             cell.outputs.append(new_output("error", ename="Terminated", evalue=reason, traceback=[reason]))
         status = outcome.cell_status
-        metadata.update(time_span(metadata.start_time), status=status, exception=not outcome.completed)
+        metadata.update(time_span(metadata.start_time), status=status, exception=outcome.failed)
         return outcome
 
     async def cell_outcome(self, cell: Any, index: int) -> Outcome:
@@ -144,7 +144,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
         try:
             await self.async_execute_cell(cell, index)
         except CellExecutionError as error:
-            return Outcome(Ending.CELL_FAILED, detail=hide(f"{error.ename}({error.evalue})", self.secrets))
+            return self.failure(cell, error)
         except DeadKernelError:
             outcome = kernel_death(await self.km.provisioner.poll() or 0)
             await self.km.provisioner.send_signal(signal.SIGKILL)  # what it started in its process group
@@ -154,10 +154,19 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
             return Outcome(Ending.OUTPUT_TIMED_OUT, detail=f"{self.iopub_timeout}")
         return Outcome(Ending.COMPLETED)
 
+    def failure(self, cell: Any, error: CellExecutionError) -> Outcome:
+        """The outcome of a cell that raised. Of an error while a result is shown, its output alone has the name."""
+        raised = [output for output in cell.outputs if output.output_type == "error"]
+        last = raised[-1] if raised else error
+        if last.ename == "SystemExit" and last.evalue in ("", "0", "None"):
+            return Outcome(Ending.LEFT)
+        return Outcome(Ending.CELL_FAILED, detail=hide(f"{last.ename}({last.evalue})", self.secrets))
+
     def append_kernel_stderr(self, cell: Any) -> None:
         """What a dead kernel wrote outside of messages, such as the trace of a crash, becomes output of the cell."""
-        self.kernel_stderr.seek(0)
-        text = self.kernel_stderr.read()[-KERNEL_STDERR_LIMIT:]
+        descriptor = self.kernel_stderr.fileno()
+        size = os.fstat(descriptor).st_size
+        text = os.pread(descriptor, KERNEL_STDERR_LIMIT, max(0, size - KERNEL_STDERR_LIMIT)).decode(errors="replace")
         if not text:
             return
         cell.outputs.append(new_output("stream", name="stderr", text=text))
@@ -190,7 +199,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
             )
             text = ast.literal_eval(reply["content"]["user_expressions"]["results"]["data"]["text/plain"])
             found: dict[str, Any] = json.loads(text, parse_constant=str)
-            return found | {"runs": [relative(run, self.options.out) for run in found["runs"]]}
+            return found | {"runs": [relative(run, self.out) for run in found["runs"]]}
         return {}
 
     def output(self, outs: list[Any], msg: Any, display_id: str | None, cell_index: int) -> Any:
@@ -216,13 +225,17 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
 
     def save(self) -> None:
         """Write the notebook under its name, in one step."""
-        if self.options.out:
-            self.options.out.parent.mkdir(parents=True, exist_ok=True)
-            files.write(self.options.out, nbformat.writes(self.clean_notebook()))
+        if self.out:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            files.write(self.out, nbformat.writes(self.clean_notebook()))
 
     def clean_notebook(self) -> Any:
-        """The notebook without secrets and without widget views, which show an error once their kernel is gone."""
+        """The notebook without secrets, and without widget views, which show an error once their kernel is gone.
+
+        metadata.kit.hidden lists the variables whose values are hidden.
+        """
         notebook = nbformat.from_dict(hide(self.nb, self.secrets))
+        notebook.metadata.kit["hidden"] = sorted(self.secrets.hidden)
         for output in itertools.chain.from_iterable(cell.get("outputs", ()) for cell in notebook.cells):
             output.get("data", {}).pop(WIDGET_VIEW, None)
         return notebook

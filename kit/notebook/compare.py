@@ -5,8 +5,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from kit import figures, files
 from kit.config import schema
 from kit.data.dataset import Dataset
 from kit.errors import InputError
-from kit.figures.base import COLOURS, Figure
-from kit.notebook.forecast_error import ForecastError, forecast_error
+from kit.figures import Figure
+from kit.figures.palette import COLOURS
+from kit.forecast.timing import Prediction, predict
 from kit.notebook.grid import dotted, label
 from kit.notebook.parameters import read_notebook
 from kit.notebook.run_time import seconds_run
 from kit.notebook.sweep import Sweep, notebook_state
-from kit.show import Mark, Part, Result, Table
+from kit.show import Hours, Mark, Part, Result, Table, progress_bar
+from kit.slurm.ended import EndedRuns
 from kit.slurm.run import Run, roots
 from kit.slurm.states import FINAL_STATES, JobState
 from kit.watch.metrics import Metrics
@@ -28,7 +31,6 @@ from kit.watch.metrics import Metrics
 Curve = tuple[Sequence[float], Sequence[float]]  # optimizer steps, losses
 FINAL_LOSSES = ("eval_loss_after", "eval_loss", "loss")  # names in a result; the first that is there is compared
 SPLITS = ("train", "eval")
-CLEAR_DIFFERENCE = 0.1  # relative; the forecast's own median error is about 8 % (kit/forecast/timing.py)
 LINES = 50  # of a figure; beyond that a line cannot be followed
 FAILED = {*FINAL_STATES} - {JobState.COMPLETED}
 
@@ -68,6 +70,11 @@ class Entry:
         return float(last) if last is not None and math.isfinite(float(last)) else None
 
     @property
+    def took(self) -> Hours | None:
+        """The hours that it ran, as tables show them."""
+        return None if self.hours is None else Hours(self.hours)
+
+    @property
     def gpu_hours(self) -> float | None:
         """Hours times GPUs."""
         return None if self.hours is None else self.hours * self.gpus
@@ -85,15 +92,26 @@ class Entry:
         }
 
     @cached_property
-    def forecast_error(self) -> ForecastError | None:
-        """Forecast and fact; None for a script or a notebook, and for models that cannot be forecast."""
+    def forecast(self) -> Prediction | None:
+        """The forecast of a run on its dataset; None for a script or a notebook, and for unknown models."""
         if not self.run or not self.run.trains:
             return None
         with contextlib.suppress(InputError):
-            manifest = Dataset(Path(self.run.info["dataset"])).manifest
-            measured = {key: self.result.get(key) for key in ("step_s", "peak_gib")}
-            return forecast_error(self.run.recipe, self.run.cluster, manifest, hours=self.hours, **measured)
+            return _forecast(self.run)
         return None
+
+
+_forecasts: dict[tuple[str, str, str], Prediction] = {}  # by recipe, cluster and dataset
+
+
+def _forecast(run: Run) -> Prediction:
+    """The forecast of a run; one for all that differ in nothing but what neither time nor memory depends on."""
+    schedule = replace(run.recipe.schedule, lr=1.0, seed=0, scheduler="constant", warmup_ratio=0.0, weight_decay=0.0)
+    recipe, dataset = replace(run.recipe, name="compared", schedule=schedule), Path(run.info["dataset"])
+    key = (repr(recipe), repr(run.cluster), str(dataset))
+    if key not in _forecasts:
+        _forecasts[key] = predict(run.recipe, run.cluster, Dataset(dataset).manifest)
+    return _forecasts[key]
 
 
 @dataclass(frozen=True)
@@ -105,10 +123,9 @@ class Comparison(Result):
     def as_dict(self) -> dict[str, Any]:
         """The rows of all tables."""
         tables = {"groups": self.groups(), "runs": self.table(), "forecasts": self.forecasts()}
-        rows = {
+        return {
             name: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for name, table in tables.items()
         }
-        return rows | {"corrections": self.corrections()}
 
     def parts(self) -> Iterator[Part]:
         """Groups, entries, and forecasts."""
@@ -121,7 +138,6 @@ class Comparison(Result):
         forecasts = self.forecasts()
         if forecasts.rows:
             yield forecasts
-        yield from (f"{name}: {advice}" for name, advice in self.corrections().items())
 
     def groups(self) -> Table:
         """A row for each group: how many ended how, the lowest loss and its setting, the cost."""
@@ -136,15 +152,15 @@ class Comparison(Result):
                     ", ".join(f"{count} {state}" for state, count in states),
                     best.loss,
                     (self.setting(best) or best.name) if best.loss is not None else "",
-                    sum(entry.hours or 0.0 for entry in entries),
+                    Hours(sum(entry.hours or 0.0 for entry in entries)),
                     sum(entry.gpu_hours or 0.0 for entry in entries),
                 ]
             )
-        return Table(["group", "states", "lowest loss", "of", "hours", "GPU hours"], rows)
+        return Table(["group", "states", "lowest loss", "of", "ran for", "GPU hours"], rows)
 
     def table(self) -> Table:
         """A row for each entry: state, the settings that differ within its group, losses, hours and GPU hours."""
-        columns = ["name", "state", "setting", "steps", "loss before", "loss", "hours", "GPU hours"]
+        columns = ["name", "state", "setting", "steps", "loss before", "loss", "ran for", "GPU hours"]
         rows = [
             [
                 entry.name,
@@ -153,7 +169,7 @@ class Comparison(Result):
                 entry.result.get("steps"),
                 entry.result.get("eval_loss_before"),
                 entry.loss,
-                entry.hours,
+                entry.took,
                 entry.gpu_hours,
             ]
             for entry in self.entries
@@ -163,31 +179,29 @@ class Comparison(Result):
 
     def setting(self, entry: Entry) -> str:
         """The settings in which it differs from the others of its group, in a line."""
-        group = [other.settings for other in self.entries if other.group == entry.group]
-        differ = {
-            key: value for key, value in entry.settings.items() if len({str(other.get(key)) for other in group}) > 1
-        }
+        names = self._different[entry.group]
+        differ = {key: value for key, value in entry.settings.items() if key in names}
         return label(differ) if differ else ""
 
-    def forecasts(self) -> Table:
-        """A row for each run that trained: seconds a step, hours and peak GiB, forecast and actual."""
-        names = {"step_s": "s a step", "hours": "hours", "peak_gib": "peak GiB"}
-        columns = ["run", *(f"{name}, {kind}" for name in names.values() for kind in ("forecast", "actual"))]
-        rows = [
-            [entry.name, *(value for key in names for value in getattr(entry.forecast_error, key))]
-            for entry in self.entries
-            if entry.forecast_error
-        ]
-        return Table(columns, rows, title="Forecast and fact")
+    @cached_property
+    def _different(self) -> dict[str, set[str]]:
+        """For each group the names of the settings in which its entries differ."""
+        found: dict[str, set[str]] = {}
+        first: dict[str, Mapping[str, Any]] = {}
+        for entry in self.entries:
+            other = first.setdefault(entry.group, entry.settings)
+            names = found.setdefault(entry.group, set())
+            names |= {
+                key for key in {*other, *entry.settings} - names if str(other.get(key)) != str(entry.settings.get(key))
+            }
+        return found
 
-    def corrections(self) -> dict[str, str]:
-        """By run, the rate in its cluster profile that explains a step which differs clearly from its forecast."""
-        found = {entry.name: entry.forecast_error for entry in self.entries if entry.forecast_error}
-        return {
-            name: error.correction.advice
-            for name, error in found.items()
-            if error.correction and (error.step_s.off or 0.0) > CLEAR_DIFFERENCE
-        }
+    def forecasts(self) -> Table:
+        """A row for each run that trained: seconds a step, hours and peak GiB allocated, forecast and actual."""
+        names = ("s/step", "ran for", "peak GiB")
+        columns = ["run", *(f"{name}, {kind}" for name in names for kind in ("forecast", "actual"))]
+        rows = [_forecast_row(entry, entry.forecast) for entry in self.entries if entry.forecast]
+        return Table(columns, rows, title="Forecast and fact")
 
     def losses(self, split: str = "train") -> Figure:
         """A figure of losses over steps; `split` is "train" or "eval". An entry has the same colour in both."""
@@ -199,25 +213,47 @@ class Comparison(Result):
         """Steps and losses of the LINES best entries, by setting; by name if settings do not tell them apart."""
         return {name: entry.curves[split] for name, entry in self._named().items() if split in entry.curves}
 
+    @cached_property
+    def _best(self) -> list[Entry]:
+        """The LINES best that have curves; the logs of the others are not read."""
+        return list(islice((entry for entry in self.entries if entry.curves), LINES))
+
     def _named(self) -> dict[str, Entry]:
-        entries = [entry for entry in self.entries if entry.curves][:LINES]
+        entries = self._best
         settings = {self.setting(entry) for entry in entries} - {""}
         one_group = len({entry.group for entry in entries}) == 1
         by_setting = one_group and len(settings) == len(entries)
         return {self.setting(entry) if by_setting else entry.name: entry for entry in entries}
 
 
-def compare(folder: str | Path | None = None, notebooks: str | Path | None = None, only: str = "") -> Comparison:
+def _forecast_row(entry: Entry, forecast: Prediction) -> list[Any]:
+    step = [forecast.time.step_s, entry.result.get("step_s")]
+    hours = [None if forecast.time.wall_h is None else Hours(forecast.time.wall_h), entry.took]
+    return [entry.name, *step, *hours, forecast.memory.allocated_gib, entry.result.get("peak_gib")]
+
+
+def compare(
+    folder: str | Path | None = None, notebooks: str | Path | None = None, only: str = "", progress: bool = False
+) -> Comparison:
     """Compare the runs and sweeps in `folder`, and the executed notebooks in `folder` and `notebooks`.
 
     Without a folder: the runs in ./runs and in every other folder in which this user launched one. `only` keeps the
-    entries with this text in their name. Raises InputError if a named folder does not exist.
+    entries with this text in their name, and `progress` shows a bar.
+
+    Raises InputError if a named folder does not exist.
     """
     named = list(dict.fromkeys(Path(one).absolute() for one in (folder, notebooks) if one))
     for one in named:
         if not one.is_dir():
             raise InputError(f"{one} is not a folder; name one that holds runs or executed notebooks.")
-    found = [entry for one in (named if folder else [*roots(), *named]) for entry in _entries(one)]
+    places = [place for one in (named if folder else [*roots(), *named]) for place in _places(one)]
+    found: list[Entry] = []
+    ended = EndedRuns()
+    with progress_bar(len(places), "compare", shown=progress) as bar:
+        for place in places:
+            found += _entries(place, ended)
+            bar.update(1)
+    ended.save()
     return Comparison(ranked([entry for entry in _unique(found) if only in entry.name]))
 
 
@@ -232,19 +268,24 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.loss is None, entry.state != "COMPLETED", entry.loss or 0.0))
 
 
-def _entries(folder: Path) -> Iterator[Entry]:
-    """Newest runs first, then notebooks. A damaged run is left out, so that it does not hide the others."""
-    for path in sorted(folder.glob("*/run.json"), reverse=True):
-        with contextlib.suppress(InputError):
-            run = Run(path.parent)
-            if (run.path / "sweep.json").exists():
-                yield from _sweep_entries(run)
-            else:
-                yield _run_entry(run)
-    for path in sorted(folder.glob("*.ipynb")):
-        metadata = _metadata(path)
+def _places(folder: Path) -> list[Path]:
+    """The records of runs, newest first, then notebooks."""
+    return [*sorted(folder.glob("*/run.json"), reverse=True), *sorted(folder.glob("*.ipynb"))]
+
+
+def _entries(place: Path, ended: EndedRuns) -> Iterator[Entry]:
+    """The entries of a run or of a notebook. One that is damaged is left out, so that it does not hide the others."""
+    if place.suffix == ".ipynb":
+        metadata = _metadata(place)
         if "kit" in metadata:
-            yield _notebook_entry(metadata, path.stem, "notebook", notebook_state(metadata))
+            yield _notebook_entry(metadata, place.stem, "notebook", notebook_state(metadata))
+        return
+    with contextlib.suppress(InputError):
+        run = Run(place.parent)
+        if (run.path / "sweep.json").exists():
+            yield from _sweep_entries(run)
+        else:
+            yield _run_entry(run, state=str(ended.state_of(run).state))
 
 
 def _sweep_entries(sweep: Run) -> Iterator[Entry]:
@@ -253,7 +294,7 @@ def _sweep_entries(sweep: Run) -> Iterator[Entry]:
         if task.out.suffix == ".ipynb":
             yield _notebook_entry(_metadata(task.out), name, group, task.state, task.values)
         else:
-            yield _run_entry(Run(task.out), name, group, task.state, task.values)
+            yield _run_entry(Run(task.out), name, group, state=task.state, settings=task.values)
 
 
 def _notebook_entry(
@@ -273,9 +314,8 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _run_entry(
-    run: Run, name: str = "", group: str = "", state: str = "", settings: Mapping[str, Any] | None = None
+    run: Run, name: str = "", group: str = "", *, state: str, settings: Mapping[str, Any] | None = None
 ) -> Entry:
-    state = state or str(run.state.state)
     if settings is None:
         settings = dotted(schema.as_dict(run.recipe)) if run.trains else {}
     seconds = seconds_run(run, state in FINAL_STATES, time.time())

@@ -2,8 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,14 @@ from kit.errors import KitError
 from kit.notebook.compare import training_result
 from kit.notebook.execute import execute
 from kit.notebook.parameters import read_notebook
-from kit.show import Part, Result, Table, format_duration
+from kit.show import Answer, Table, format_duration
 from kit.slurm.run import Run
 
 NOTEBOOKS = files.REPOSITORY / "notebooks"
 COUNT = len(list(NOTEBOOKS.glob("*.ipynb")))
 
 
-@dataclass(frozen=True)
-class DemoReport(Result):
-    """What the demo made."""
-
-    folder: Path  # of the executed notebooks
-    run: Path
-    steps: int
-    eval_loss_before: float
-    eval_loss_after: float
-    adapter_tensors: int
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields."""
-        return asdict(self) | {"folder": str(self.folder), "run": str(self.run)}
-
-    def parts(self) -> Iterator[Part]:
-        """A row for each fact."""
-        losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after {self.steps} steps"
-        rows = [
-            ["eval loss", losses],
-            ["adapter", f"{self.adapter_tensors} tensors, all values finite"],
-            ["executed notebooks", str(self.folder)],
-            ["run folder", str(self.run)],
-            ["took", format_duration(self.seconds)],
-        ]
-        yield Table(["demo", "result"], rows)
-
-
-def demo(out: str | Path, recipe: str = "demo", cluster: str = "local") -> DemoReport:
+def demo(out: str | Path, recipe: str = "demo", cluster: str = "local") -> Answer:
     """Execute notebooks 00 to 06 into `out`; 03 launches a run. Prints the output of the cells.
 
     Raises KitError if the eval loss did not fall or the exported adapter has problems.
@@ -104,7 +74,7 @@ def _newest_run_failed(out: Path) -> bool:
     return end.ended and end.state != "COMPLETED"
 
 
-def _report(run: Run, out: Path, seconds: float) -> DemoReport:
+def _report(run: Run, out: Path, seconds: float) -> Answer:
     result = training_result(run)
     before, after = result["eval_loss_before"], result["eval_loss_after"]
     if not after < before:
@@ -113,4 +83,11 @@ def _report(run: Run, out: Path, seconds: float) -> DemoReport:
     problems = [problem for problem in adapter.problems if problem.kind is not ProblemKind.HIDDEN_FROM_GROUP]
     if problems:
         raise KitError(f"{run.path / 'adapter'}: {join_messages(problems)}")
-    return DemoReport(out, run.path, result["steps"], before, after, adapter.tensors, seconds)
+    facts = {
+        "eval loss": f"{before:.4f} before, {after:.4f} after {result['steps']} steps",
+        "adapter": f"{adapter.tensors} tensors, all values finite",
+        "executed notebooks": str(out),
+        "run folder": str(run.path),
+        "took": format_duration(seconds),
+    }
+    return Answer(dict(facts), Table(("demo", "result"), list(facts.items())))

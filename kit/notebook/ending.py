@@ -1,7 +1,6 @@
 """How the execution of a notebook can end: for each ending the status of the cell, the exit code and the message."""
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -11,6 +10,7 @@ class Ending(StrEnum):
     """The value is written into the metadata of the executed notebook, as kit.ending."""
 
     COMPLETED = "completed"
+    LEFT = "left with sys.exit(0)"
     CELL_FAILED = "cell failed"
     CELL_TIMED_OUT = "cell timed out"
     OUTPUT_TIMED_OUT = "output timed out"
@@ -23,28 +23,26 @@ class Ending(StrEnum):
 
 class _Rule(NamedTuple):
     cell_status: str  # of the cell that ran; papermill's words, and "terminated" for one that could not end itself
-    exit_code: Callable[[int], int]  # from Outcome.number
+    exit_code: int  # where Outcome.number is 0
     message: str
 
 
 TIMED_OUT = 124  # as timeout(1) exits
 _RULES = {
-    Ending.COMPLETED: _Rule("completed", lambda number: 0, ""),
-    Ending.CELL_FAILED: _Rule("failed", lambda number: 1, "The cell raised {detail}."),
-    Ending.CELL_TIMED_OUT: _Rule("terminated", lambda number: TIMED_OUT, "The cell ran longer than {detail} s."),
-    Ending.OUTPUT_TIMED_OUT: _Rule(
-        "terminated", lambda number: 1, "The cell's output did not arrive within {detail} s."
-    ),
-    Ending.KERNEL_NOT_STARTED: _Rule("pending", lambda number: 1, "The kernel did not start: {detail}."),
+    Ending.COMPLETED: _Rule("completed", 0, ""),
+    # A graceful end for papermill too: what the author of a notebook calls when there is nothing left to do.
+    Ending.LEFT: _Rule("completed", 0, "The cell called sys.exit(0), so the cells behind it did not run."),
+    Ending.CELL_FAILED: _Rule("failed", 1, "The cell raised {detail}."),
+    Ending.CELL_TIMED_OUT: _Rule("terminated", TIMED_OUT, "The cell ran longer than {detail} s."),
+    Ending.OUTPUT_TIMED_OUT: _Rule("terminated", 1, "The cell's output did not arrive within {detail} s."),
+    Ending.KERNEL_NOT_STARTED: _Rule("pending", 1, "The kernel did not start: {detail}."),
     Ending.KERNEL_SIGKILLED: _Rule(
-        "terminated",
-        lambda number: 128 + number,
-        "The kernel was killed (SIGKILL), as the system does when memory runs out.",
+        "terminated", 1, "The kernel was killed (SIGKILL), as the system does when memory runs out."
     ),
-    Ending.KERNEL_SIGNALLED: _Rule("terminated", lambda number: 128 + number, "The kernel died ({signal})."),
+    Ending.KERNEL_SIGNALLED: _Rule("terminated", 1, "The kernel died ({signal})."),
     # A kernel that leaves with 0 in the middle of a cell did not complete the notebook.
-    Ending.KERNEL_EXITED: _Rule("terminated", lambda number: number or 1, "The kernel died (exit code {number})."),
-    Ending.STOPPED: _Rule("terminated", lambda number: 128 + number, "{signal} stopped the notebook."),
+    Ending.KERNEL_EXITED: _Rule("terminated", 1, "The kernel died (exit code {number})."),
+    Ending.STOPPED: _Rule("terminated", 1, "{signal} stopped the notebook."),
 }
 _BY_SIGNAL = {Ending.KERNEL_SIGKILLED, Ending.KERNEL_SIGNALLED, Ending.STOPPED}
 
@@ -64,14 +62,24 @@ class Outcome:
         return self.ending is Ending.COMPLETED
 
     @property
+    def failed(self) -> bool:
+        """True unless the notebook completed, or left with sys.exit(0)."""
+        return self.exit_code != 0
+
+    @property
     def cell_status(self) -> str:
         """The status of the last cell that ran."""
         return _RULES[self.ending].cell_status
 
     @property
     def exit_code(self) -> int:
-        """0 for a completed notebook, 1 for an exception, 124 for a time-out, 128 + signal, or the kernel's own."""
-        return _RULES[self.ending].exit_code(self.number)
+        """0 if the notebook completed or left with sys.exit(0), 1 for an exception, 124 for a time-out, 128 + signal.
+
+        Where the kernel exited, it is the kernel's own.
+        """
+        if self.ending in _BY_SIGNAL:
+            return 128 + self.number
+        return self.number or _RULES[self.ending].exit_code
 
     @property
     def reason(self) -> str:

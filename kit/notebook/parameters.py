@@ -2,9 +2,7 @@
 
 import ast
 import io
-import math
 import tokenize
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,19 +11,23 @@ from typing import Any
 
 import nbformat
 import yaml  # type: ignore[import-untyped]
+from IPython.core.inputtransformer2 import TransformerManager
 
-from kit.config.schema import coerce, nearest, parse
+from kit.config.schema import nearest
 from kit.errors import InputError
 from kit.notebook.redact import is_secret
+from kit.notebook.values import Text, Untyped, convert, evaluate, source_of, type_of_annotation, type_of_value
 
 PARAMETERS, INJECTED = "parameters", "injected-parameters"  # tags of cells, as papermill names them
-PLAIN_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path)}
 NUMBERS = (bool, int, float, int | None, float | None)  # no secret has such a type; max_tokens is not one
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of the parameters cell. The default is its source text if that is not a literal."""
+    """One line of the parameters cell. The default is its source text if that is not a literal.
+
+    `kind` is its type, or Untyped for one that can only keep its default.
+    """
 
     name: str
     kind: Any
@@ -52,63 +54,84 @@ def read_notebook(path: Path) -> Any:
 def read_parameters(notebook: Any) -> dict[str, Parameter]:
     """The parameters of a notebook (a path or a loaded one), from the cell tagged `parameters`, without running it.
 
-    Types: bool, int, float, str, Path, list[...], Literal[...], `X | None`, also quoted; without one, the default's.
+    Types are those of kit.notebook.values; a parameter without an annotation has the type of its default.
     """
     notebook = read_notebook(Path(notebook)) if isinstance(notebook, str | Path) else notebook
-    cells = [cell.source for cell in notebook.cells if _has_tag(cell, PARAMETERS)]
+    cells = [cell.source for cell in notebook.cells if has_tag(cell, PARAMETERS)]
     if len(cells) > 1:
         raise InputError(f"{len(cells)} cells are tagged `parameters`; keep the tag on one of them.")
-    return {parameter.name: parameter for parameter in _parse("".join(cells))}
+    return read_source("".join(cells))
 
 
-def _has_tag(cell: Any, tag: str) -> bool:
+def read_source(source: str) -> dict[str, Parameter]:
+    """The parameters that the source of a parameters cell assigns. Raises InputError for a syntax error."""
+    return {parameter.name: parameter for parameter in _parse(source)}
+
+
+def has_tag(cell: Any, tag: str) -> bool:
+    """Whether the cell has this tag."""
     return tag in cell.metadata.get("tags", [])
 
 
 def _parse(source: str) -> Iterator[Parameter]:
     """The parameters in the source of a cell; the comment behind a line is its help."""
-    try:
-        lines = ast.parse(source).body
-    except SyntaxError as error:
-        raise InputError(f"The parameters cell, line {error.lineno}, is not plain Python: {error.msg}.") from None
+    source, lines = _plain_python(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    aliases: dict[str, str] = {}  # names of types under which the cell imports them
+    known: dict[str, Any] = {}  # values of the parameters so far
     for line in lines:
-        comment = comments.get(line.end_lineno or 0, "")
-        match line:
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
-                yield Parameter(name, _type(annotation), _default(value), comment)
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                default = _default(value)
-                yield Parameter(name, Any if default is None else type(default), default, comment)
+        if isinstance(line, ast.Import | ast.ImportFrom):
+            aliases |= {name.asname: name.name for name in line.names if name.asname}
+        for name, annotation, value in _assignments(line):
+            kind, default = _type_and_default(name, annotation, value, aliases, known)
+            yield Parameter(name, kind, default, comments.get(line.end_lineno or 0, ""))
 
 
-def _default(node: ast.expr) -> Any:
+def _plain_python(source: str) -> tuple[str, list[ast.stmt]]:
+    """The cell, with calls in place of IPython's magics, and its statements. Raises InputError for a syntax error."""
     try:
-        return ast.literal_eval(node)
+        return source, ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        source = TransformerManager().transform_cell(source)
+    try:
+        return source, ast.parse(source).body
+    except SyntaxError as error:
+        raise InputError(f"The parameters cell, line {error.lineno}, is not Python: {error.msg}.") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"The parameters cell is not Python: {error}.") from None
+
+
+def _assignments(line: ast.stmt) -> Iterator[tuple[str, ast.expr | None, ast.expr]]:
+    """(name, annotation, value) of each name that a statement assigns a value to."""
+    match line:
+        case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
+            yield name, annotation, value
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, None, value
+
+
+def _type_and_default(
+    name: str, annotation: ast.expr | None, value: ast.expr, aliases: Mapping[str, str], known: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The type and the default of a parameter, whose value is added to the `known` ones if it is known."""
+    source = ast.unparse(value)
+    try:
+        known[name] = evaluate(value, known)
     except ValueError:
-        return ast.unparse(node)
-
-
-def _type(node: ast.expr) -> Any:
-    """The type that an annotation names, without evaluating it."""
-    match node:
-        case ast.Name(id=name) if name in PLAIN_TYPES:
-            return PLAIN_TYPES[name]
-        case ast.Constant(value=None):
-            return type(None)
-        case ast.Constant(value=str(quoted)):
-            return _type(ast.parse(quoted, mode="eval").body)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return typing.Union[_type(left), _type(right)]  # noqa: UP007  (built at run time)
-        case ast.Subscript(value=ast.Name(id="list"), slice=item):
-            return types.GenericAlias(list, (_type(item),))
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            return typing.cast(Any, typing.Literal)[ast.literal_eval(choices)]
-    raise InputError(
-        f"The parameters cell: cannot read the type {ast.unparse(node)!r}; "
-        f"use {', '.join(PLAIN_TYPES)}, list[...], Literal[...] or any of them with `| None`."
-    )
+        known.pop(name, None)
+    try:
+        default = ast.literal_eval(value)
+    except ValueError:
+        default = source
+    kind = type_of_annotation(annotation, aliases) if annotation else typing.Final
+    if kind is not typing.Final:  # which says nothing about the type
+        return kind, default
+    if name in known:
+        return type_of_value(known[name]), default
+    return Untyped(f"the type of its default {source!r} is not known before it runs; give it an annotation"), default
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -122,7 +145,13 @@ def read_values(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as YAML: {error}.") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must have `name: value` lines.")
-    return values
+    return {str(name): _as_texts(value) for name, value in values.items()}
+
+
+def _as_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {Text(key): _as_texts(item) for key, item in value.items()}
+    return [_as_texts(item) for item in value] if isinstance(value, list) else Text(value)
 
 
 def check(parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,39 +161,26 @@ def check(parameters: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict
     for name in given:
         if name not in parameters:
             raise InputError(f"Unknown parameter {name!r}; {nearest(name, parameters)}")
-        if is_secret(name) and parameters[name].kind not in NUMBERS:
+        kind = parameters[name].kind
+        if isinstance(kind, Untyped):
+            raise InputError(f"Parameter {name!r} cannot be given: {kind.reason}.")
+        if is_secret(name) and kind not in NUMBERS:
             raise InputError(f"Parameter {name!r} looks like a secret; pass it through the environment or a file.")
-    return {name: _typed(value, parameters[name].kind, f"Parameter {name}") for name, value in given.items()}
-
-
-def _typed(value: Any, kind: Any, where: str) -> Any:
-    if isinstance(value, str | Path):
-        return parse(str(value), kind, where)
-    if isinstance(value, list):
-        lists = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is list]  # also list | None
-        item_type = typing.get_args(lists[0])[0] if lists else Any
-        value = [_typed(item, item_type, where) for item in value]
-    return coerce(value, kind, where)
-
-
-def _python(value: Any) -> str:
-    """Source that evaluates to exactly the value."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_python, value))}]"
-    if isinstance(value, Path):
-        return f"Path({str(value)!r})"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float({str(value)!r})"
-    return repr(value)
+    return {name: convert(value, parameters[name].kind, f"Parameter {name}") for name, value in given.items()}
 
 
 def inject(notebook: Any, values: Mapping[str, Any]) -> None:
     """Write the values into a new cell after the parameters cell, instead of an earlier such cell."""
-    cells = [cell for cell in notebook.cells if not _has_tag(cell, INJECTED)]
+    cells = [cell for cell in notebook.cells if not has_tag(cell, INJECTED)]
     if values:
-        source = [f"{name} = {_python(value)}" for name, value in values.items()]
-        if any("Path(" in line for line in source):
-            source.insert(0, "from pathlib import Path")
-        place = next(number for number, cell in enumerate(cells, 1) if _has_tag(cell, PARAMETERS))
-        cells.insert(place, nbformat.v4.new_code_cell("\n".join(source), metadata={"tags": [INJECTED]}))
+        place = next(number for number, cell in enumerate(cells, 1) if has_tag(cell, PARAMETERS))
+        cells.insert(place, nbformat.v4.new_code_cell(assignments(values), metadata={"tags": [INJECTED]}))
     notebook.cells = cells
+
+
+def assignments(values: Mapping[str, Any]) -> str:
+    """Source code that gives each name exactly its value."""
+    lines = [f"{name} = {source_of(value)}" for name, value in values.items()]
+    if any("Path(" in line for line in lines):
+        lines.insert(0, "from pathlib import Path")
+    return "\n".join(lines)

@@ -20,13 +20,16 @@ from kit import files
 DIFF_LIMIT = 20_000  # characters kept of a dirty tree's diff; the digest is of the complete diff
 
 
-def provenance(source: Path) -> dict[str, Any]:
-    """What runs, on what, and where. Digests are sha256; `packages` is of the names and versions of all."""
+def provenance(source: Path | None, text: str = "") -> dict[str, Any]:
+    """What runs, on what, and where, of a notebook in a file or of this text.
+
+    Digests are sha256; `packages` is of the names and versions of all.
+    """
     packages = sorted(f"{found.name}=={found.version}" for found in importlib.metadata.distributions())
     constraints = files.REPOSITORY / "env" / "constraints.txt"
     return {
-        "notebook_sha256": sha256(source.read_bytes()),
-        "git": git(source.parent) or git(files.REPOSITORY),
+        "notebook_sha256": sha256(source.read_bytes() if source else text.encode()),
+        "git": (git(source.parent) if source else None) or git(files.REPOSITORY),
         "constraints": sha256(constraints.read_bytes()) if constraints.exists() else None,
         "packages": sha256("\n".join(packages).encode()),
         "python": platform.python_version(),

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from kit import files
-from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import prepare
@@ -101,6 +100,7 @@ class RunTask(Task):
         if array_job:
             self.enter(sweep, array_job)
             os.environ[Variable.JOB_ID] = self.job_id(array_job)
+            os.environ.pop(Variable.SUBMISSION, None)  # it is the sweep's, and not in the run.json of this run
             os.execvp("bash", ["bash", str(self.out / "job.sbatch")])
         run = Run(self.out)
         submit(run)
@@ -189,6 +189,13 @@ def sweep(what: str | Path, settings: Sequence[Setting], cluster: Cluster, limit
     return found
 
 
+def measure(recipe: Recipe, settings: Sequence[Setting], cluster: Cluster) -> Sweep:
+    """Submit short runs of a recipe, one at a time, that save and evaluate nothing. Raises as `sweep` does."""
+    found = Sweep(_recipe_sweep(recipe, settings, cluster, measures=True))
+    found.submit(range(len(settings)), limit=1)
+    return found
+
+
 def submit_notebook(notebook: Path, values: Setting, out: Path, cluster: Cluster) -> Run:
     """Submit the execution of one notebook as a job. Raises InputError before: a bad value, or `out` exists."""
     if out.exists():
@@ -263,23 +270,24 @@ def _notebook_sweep(notebook: Path, settings: Sequence[Setting], cluster: Cluste
     return run
 
 
-def _recipe_sweep(name: str | Path, settings: Sequence[Setting], cluster: Cluster) -> Run:
-    """The folder of a sweep over a recipe, with a run folder for each setting."""
+def _recipe_sweep(name: str | Path | Recipe, settings: Sequence[Setting], cluster: Cluster, **facts: Any) -> Run:
+    """The folder of a sweep over a recipe, with a run folder for each setting, whose run.json has `facts`."""
     base = Recipe.load(name)
     recipes = _check_settings(settings, lambda setting: base.override(**setting), Recipe.digest)
     if len({(recipe.parallel.nodes, recipe.parallel.gpus_per_node) for recipe in recipes}) > 1:
         raise InputError("The tasks of an array ask for the same nodes and GPUs; sweep each of these sizes by itself.")
     for recipe in recipes:
         slurm.check(recipe, cluster)
-        slurm.check_fit(recipe, cluster, job_script.forecast(recipe, cluster))
-    with models.use_hf_home(cluster.paths.hf_home):
-        datasets = [prepare(recipe) for recipe in recipes]
+        chosen = slurm.choose(recipe, cluster).recipe
+        slurm.check_fit(chosen, cluster, job_script.forecast(chosen, cluster))
+    datasets = [prepare(recipe, cluster=cluster) for recipe in recipes]
     sweep = Run.create_for_script("", cluster, f"{base.name}-sweep")
     inside = replace(cluster, paths=replace(cluster.paths, runs=str(sweep.path / "runs")))
-    runs = [
-        slurm.freeze(recipe, inside, data, job_script.forecast(recipe, inside, data.manifest))
-        for recipe, data in zip(recipes, datasets, strict=True)
-    ]
+    runs: list[Run] = []
+    for recipe, data in zip(recipes, datasets, strict=True):
+        resolved = slurm.choose(recipe, inside, data.manifest)
+        predicted = job_script.forecast(resolved.recipe, inside, data.manifest)
+        runs.append(slurm.freeze(resolved, inside, data, predicted, **facts))
     # The tasks' options differ in the time of the warning before the time limit only; the earliest does for all.
     earliest = max((job_script.Job.of_run(run) for run in runs), key=lambda job: job.warning_s)
     outs = [f"runs/{run.path.name}" for run in runs]

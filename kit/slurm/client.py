@@ -12,49 +12,55 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from kit import files
-from kit.errors import InputError
 from kit.slurm.states import JobState, SacctRecord, SlurmRecord
 
 # Exit codes that `command` gives, as a shell, timeout(1) and sysexits.h do.
 NOT_INSTALLED, TIMED_OUT, NOT_CONFIGURED = 127, 124, 78
 # Text, since `squeue --json` ignores every filter before 24.05. Command is last: a path may contain the separator.
-SQUEUE_FIELDS = {
-    "job": "JobArrayID",
-    "state": "State",
-    "exit_code": "exit_code",
-    "restarts": "RestartCnt",
-    "requeue": "Requeue",
-    "reason": "Reason",
-    "start": "StartTime",
-    "nodes": "NodeList",
-    "command": "Command",
-}
+SQUEUE_FIELDS = (
+    "JobArrayID", "State", "exit_code", "RestartCnt", "Requeue", "Reason", "StartTime", "NodeList", "Command",
+)  # fmt: skip
 DAY = 86400.0
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """A row of squeue, as text; array tasks have a row each, with a job id such as 12_3.
+    """A row of squeue; array tasks have a row each, with a job id such as 12_3.
 
-    exit_code: the raw wait status. record: the line of `scontrol show job`, of a job that has ended.
+    start: when Slurm started the job or will, as text. command: the path of its script. said: the row as a record for
+    the ledger; its `time`, `job_id` and `task` are not set.
     """
 
     job: str
-    state: str
-    exit_code: str
-    restarts: str
-    requeue: str
-    reason: str
     start: str
-    nodes: str
     command: str
-    record: str = ""
+    said: SlurmRecord
+
+    @classmethod
+    def parse(cls, values: Sequence[str]) -> "JobRow":
+        """From the texts of SQUEUE_FIELDS."""
+        job, state, wait_status, restarts, requeue, reason, start, nodes, command = values
+        code, signal = divmod(int(wait_status), 256)
+        signal &= 127  # bit 7 says that a core was dumped
+        said = SlurmRecord(
+            time=0.0,
+            restart=int(restarts),
+            state=JobState.parse(state),
+            exit_code=0 if signal else code,
+            signal=str(signal or ""),
+            reason="" if reason == "None" else reason,
+            requeue=requeue == "1",
+            nodes=nodes,
+        )
+        return cls(job, start, command, said)
 
     @property
     def array_job(self) -> str:
@@ -62,27 +68,15 @@ class JobRow:
         return self.job.partition("_")[0]
 
     @property
+    def task(self) -> int | None:
+        """The array index; None for a plain job."""
+        index = self.job.partition("_")[2]
+        return int(index) if index.isdigit() else None
+
+    @property
     def job_state(self) -> JobState:
         """The state."""
-        return JobState.parse(self.state)
-
-    def as_record(self, time: float, job_id: str, task: int | None) -> SlurmRecord:
-        """The row as a record of the ledger."""
-        code, signal = divmod(int(self.exit_code), 256)
-        signal &= 127  # bit 7 says that a core was dumped
-        return SlurmRecord(
-            time=time,
-            job_id=job_id,
-            task=task,
-            restart=int(self.restarts),
-            state=self.job_state,
-            exit_code=0 if signal else code,
-            signal=str(signal or ""),
-            reason="" if self.reason == "None" else self.reason,
-            requeue=self.requeue == "1",
-            nodes=self.nodes,
-            verbatim=self.record,
-        )
+        return self.said.state or JobState.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,9 @@ class Queue:
     def next_question(self) -> float:
         """When squeue may be asked again."""
         return self.asked + self.pause
+
+
+SAVED_QUEUE = TypeAdapter(Queue)
 
 
 def command(*words: str, timeout: float = 30, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -206,14 +203,11 @@ def _read(path: Path) -> Queue:
     The clock of a login node may have been ahead for some time; waiting for that time would take as long.
     """
     try:
-        saved = files.read_json(path)
-        known = {name.name for name in fields(Queue)}
-        rows = {job: JobRow(**row) for job, row in saved["rows"].items()}
-        last = Queue(**{name: value for name, value in saved.items() if name in known} | {"rows": rows})
-        from_the_future = max(last.time, last.asked, last.config_read, *last.left.values()) > time.time()
-        return Queue() if from_the_future else last
-    except (InputError, OSError, TypeError, KeyError, AttributeError):
+        last = SAVED_QUEUE.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
         return Queue()
+    from_the_future = max(last.time, last.asked, last.config_read, *last.left.values()) > time.time()
+    return Queue() if from_the_future else last
 
 
 def _ask(last: Queue) -> Queue:
@@ -247,9 +241,9 @@ def _with_config(last: Queue, now: float) -> Queue:
 def _with_records(rows: dict[str, JobRow], before: dict[str, JobRow]) -> dict[str, JobRow]:
     """The rows with scontrol's record of each job that has ended; those that are known are not asked for again."""
     ended = [job for job, row in rows.items() if row.job_state.final]
-    known = {job: before[job].record for job in ended if job in before and before[job].record}
+    known = {job: before[job].said.verbatim for job in ended if job in before and before[job].said.verbatim}
     known |= job_records([job for job in ended if job not in known])
-    return {job: replace(row, record=known.get(job, "")) for job, row in rows.items()}
+    return {job: replace(row, said=replace(row.said, verbatim=known.get(job, ""))) for job, row in rows.items()}
 
 
 def _left(last: Queue, rows: dict[str, JobRow], now: float) -> dict[str, float]:
@@ -268,29 +262,26 @@ def _left(last: Queue, rows: dict[str, JobRow], now: float) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------- single programs
 
 
-class SqueueAnswer(NamedTuple):
-    """Rows by job id, or in `trouble` why there are none. no_cluster: this machine does not belong to a cluster."""
-
-    rows: dict[str, JobRow]
-    trouble: str = ""
-    no_cluster: bool = False
-
-
-def squeue(*which: str) -> SqueueAnswer:
-    """The jobs that Slurm knows; ended ones, too, until it forgets them.
+def squeue(*which: str) -> Queue:
+    """The jobs that Slurm knows; ended ones, too, until it forgets them. Only `rows`, or `trouble`, are set.
 
     which: squeue's options, such as "-j", "12".
     """
-    asked = ":|,".join(SQUEUE_FIELDS.values()) + ":4096"
+    asked = ":|,".join(SQUEUE_FIELDS) + ":4096"
     done = command("squeue", *which, "-t", "all", "-h", "-r", "-O", asked)
     if done.returncode:
         # Slurm's programs say this where they are installed and find no slurm.conf (read_config.c).
         no_cluster = done.returncode in (NOT_CONFIGURED, NOT_INSTALLED) or "configuration source" in done.stderr
         trouble = done.stderr.strip() or f"squeue failed with exit code {done.returncode}"
-        return SqueueAnswer({}, trouble, no_cluster)
-    values = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in done.stdout.splitlines()]
-    rows = [JobRow(*(value.strip() for value in row)) for row in values if len(row) == len(SQUEUE_FIELDS)]
-    return SqueueAnswer({row.job: row for row in rows})
+        return Queue(trouble=trouble, no_cluster=no_cluster)
+    lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in done.stdout.splitlines()]
+    rows = [JobRow.parse([text.strip() for text in line]) for line in lines if len(line) == len(SQUEUE_FIELDS)]
+    return Queue(rows={row.job: row for row in rows})
+
+
+def is_forgotten(answer: Queue) -> bool:
+    """Whether this is the answer of `squeue -j` for a job that Slurm does not know (slurm_errno.c)."""
+    return "Invalid job id" in answer.trouble
 
 
 def job_records(jobs: Collection[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from kit.config.cluster import Cluster
 from kit.errors import InputError
@@ -12,6 +13,22 @@ from kit.slurm.template import fill
 
 # An interpreter of the cluster, or of an image, may not have the kit installed.
 PYTHONPATH = f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}:${{PYTHONPATH-}}"
+
+# Reports of use, checks for new versions and access to hubs, off by the variables that libraries and trainers document.
+# Model and data were found at the launch, and compute nodes may have no network.
+NOTHING_LEAVES = MappingProxyType({
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TRANSFORMERS_OFFLINE": "1",
+    "USE_MODELSCOPE_HUB": "0",
+    "USE_OPENMIND_HUB": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+})  # fmt: skip
 
 
 def render(cluster: Cluster, options: Iterable[str], body: str, environment: Mapping[str, str] | None = None) -> str:
@@ -28,11 +45,12 @@ def render(cluster: Cluster, options: Iterable[str], body: str, environment: Map
 def options(cluster: Cluster, **asked: object) -> list[str]:
     """Options for sbatch: the profile's partition, account and time, replaced by those asked, then slurm.options.
 
-    Names are sbatch's long options with underscores; an empty value leaves the option out.
+    Names are sbatch's long options with underscores; an empty value leaves the option out, True gives it no value.
     """
     slurm = cluster.slurm
     given = {"partition": slurm.partition, "account": slurm.account, "time": slurm.time} | asked
-    return [*(f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value), *slurm.options]
+    named = {f"--{name.replace('_', '-')}": value for name, value in given.items() if value}
+    return [*(name if value is True else f"{name}={value}" for name, value in named.items()), *slurm.options]
 
 
 def has_image(cluster: Cluster) -> bool:

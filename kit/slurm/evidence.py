@@ -1,7 +1,9 @@
 """Collect evidence about runs: ask Slurm or the local runner, update the ledgers, and let outcome.py decide."""
 
+import contextlib
 import getpass
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -9,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kit.errors import KitError
 from kit.slurm import client, ledger, local, logs, outcome
-from kit.slurm.client import Queue
+from kit.slurm.client import JobRow, Queue
 from kit.slurm.folder import LOCAL_PREFIX, RunFolder
 from kit.slurm.outcome import RunState
 from kit.slurm.states import (
@@ -19,6 +22,7 @@ from kit.slurm.states import (
     ExitRecord,
     GoneRecord,
     JobState,
+    LogRecord,
     QueueRecord,
     Record,
     RequeueRecord,
@@ -29,6 +33,7 @@ from kit.slurm.states import (
 )
 
 LOG_LINES = 10_000  # of the end of a job's log that are searched for the cause
+SBATCH_S = 60  # seconds after which an sbatch has ended, by itself or by client.command
 SACCT_PATIENCE = 600  # seconds after Slurm forgot a job in which sacct may still get its record
 TASK_WAITS = 2**32 - 2  # NO_VAL: the number in the log's name of array tasks that have not started
 
@@ -50,18 +55,42 @@ def task_states(run: RunFolder) -> dict[int | None, RunState]:
     found: dict[int | None, RunState] = {}
     task_logs = run.task_logs
     for task, own in ledger.by_task(records, task_logs).items():
-        log = logs.last_lines(task_logs[task], LOG_LINES) if task_logs[task].is_file() else ""
-        found[task] = outcome.resolve(run.name, job, own, log, now)
+        log = logs.last_lines(task_logs[task], LOG_LINES, _log_start(own)) if task_logs[task].is_file() else ""
+        written = _log_record(run.logs() if task is None else [task_logs[task]])
+        found[task] = outcome.resolve(run.name, job, [*own, *written], log, now)
     return found
 
 
+def _log_record(paths: Iterable[Path]) -> list[Record]:
+    """A list with one record of when the newest of these logs was written; empty without a log."""
+    times = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return [LogRecord(time=max(times))] if times else []
+
+
+def _log_start(records: list[Record]) -> int:
+    """Where in the log the present start begins: the starts before a requeue have written to the same log."""
+    starts = [record for record in records if isinstance(record, StartRecord)]
+    return max(starts, key=lambda record: record.restart or 0).log_bytes or 0 if starts else 0
+
+
 def _without_job(run: RunFolder) -> RunState:
-    """NOT SUBMITTED; with low confidence where sbatch was started and its answer did not arrive."""
+    """NOT SUBMITTED; SUBMITTING with low confidence where sbatch was started and its answer did not arrive.
+
+    Once sbatch can no longer send the job, and Slurm does not have it, it was not submitted.
+    """
     state = outcome.resolve(run.name, None, [], "", time.time())
-    if not run.info.get("submitted"):
+    submitted = run.info.get("submitted")
+    if not submitted:
         return state
-    unheard = "sbatch was started, but its answer did not arrive; Slurm may have the job, and is asked for it"
-    return replace(state, confidence=Confidence.LOW, evidence=[*state.evidence, unheard])
+    unheard, queue = "sbatch was started, but its answer did not arrive; Slurm", client.queue()
+    if queue.time > submitted + SBATCH_S and not queue.trouble:
+        evidence = [*state.evidence, f"{unheard} does not have the job, and no file of it exists"]
+        return replace(state, confidence=Confidence.MEDIUM, evidence=evidence)
+    evidence = [*state.evidence, f"{unheard} may have the job; Slurm is asked again"]
+    return replace(state, state=JobState.SUBMITTING, confidence=Confidence.LOW, evidence=evidence)
 
 
 def collect(runs: Iterable[RunFolder]) -> str:
@@ -81,16 +110,22 @@ def collect(runs: Iterable[RunFolder]) -> str:
     return f"Slurm does not answer, and is asked again soon: {queue.trouble}" if queue.trouble else ""
 
 
+def is_settled(run: RunFolder) -> bool:
+    """Whether neither Slurm nor its accounting can have news of the run's job."""
+    return not any(job.open for job in _jobs(run))
+
+
 def note_job(run: RunFolder, job_id: str) -> None:
     """Record the run's job id; of a user's own script also its array tasks, and where its log is."""
     facts: dict[str, Any] = {}
     if not run.trains:
         rows = client.squeue("-j", job_id).rows
-        facts["tasks"] = sorted(int(job.partition("_")[2]) for job in rows if "_" in job)
+        facts["tasks"] = sorted(row.task for row in rows.values() if row.task is not None)
         log = _log_pattern(client.job_records([job_id]).get(job_id, ""))
         if log:
             facts["log"] = str(log.relative_to(run.path) if log.is_relative_to(run.path) else log)
-    ledger.append(run, SubmitRecord(time=time.time(), job_id=job_id))
+    submission = str(run.info.get("submission") or "")
+    ledger.append(run, SubmitRecord(time=time.time(), job_id=job_id, submission=submission))
     run.note(job_id=job_id, **facts)  # last: from now on others ask about the job
 
 
@@ -141,6 +176,12 @@ class _Job:
         return record.time if record else 0.0
 
     @property
+    def has_started(self) -> bool:
+        """Whether the job's script has left a record, or Slurm has said that it runs or ran."""
+        said = {record.state for record in self.records if isinstance(record, SlurmRecord)}
+        return bool(self.newest(StartRecord, ExitRecord) or said - {None, JobState.PENDING})
+
+    @property
     def last_event(self) -> float:
         """When something last happened to the job that Slurm has news about."""
         return self.time_of(SubmitRecord, StartRecord, ExitRecord, CancelRecord, RequeueRecord)
@@ -154,9 +195,8 @@ class _Job:
             return not known and time.time() - self.time_of(GoneRecord) < SACCT_PATIENCE
         if not isinstance(word, SlurmRecord) or word.state is None or not word.state.final:
             return True
-        start = self.newest(StartRecord)
-        if start and word.restart is not None and (start.restart or 0) > word.restart:
-            return True  # it has started again; two processes that ask at once may record the earlier end after that
+        if word.restart is not None and max(record.restart or 0 for record in self.records) > word.restart:
+            return True  # it starts again; two processes that ask at once may record the earlier end after that
         # A record without the key `requeue` does not say whether the job may start again.
         return word.state.may_restart and word.requeue is not False and not word.again
 
@@ -169,19 +209,52 @@ def _jobs(run: RunFolder) -> Iterator[_Job]:
     """The run's job, or each task of its array; nothing before Slurm has the job."""
     info = run.info
     if info["job_id"] is None and info.get("submitted"):
-        _find_unheard_job(run, info)
+        _find_unheard_job(run, info, client.queue(info["submitted"]).rows.values())
         info = run.info
     if info["job_id"] is not None:
         for task, records in ledger.by_task(ledger.read_records(run), info.get("tasks") or [None]).items():
             yield _Job(run, info, task, records)
 
 
-def _find_unheard_job(run: RunFolder, info: dict[str, Any]) -> None:
-    """Find the job by its script, where sbatch's answer did not arrive but Slurm may have taken the job."""
-    for row in client.queue(info["submitted"]).rows.values():
-        if row.command == info.get("script"):
-            note_job(run, row.array_job)
+def _find_unheard_job(run: RunFolder, info: dict[str, Any], rows: Iterable[JobRow]) -> None:
+    """Find a job that Slurm took though sbatch's answer did not arrive: by its script, or by the file that it left."""
+    in_slurm = [row.array_job for row in rows if row.command == info.get("script")]
+    started = [record.job_id for record in ledger.read_script_records(run) if isinstance(record, StartRecord)]
+    for job in [*in_slurm, *started]:
+        if job:
+            note_job(run, job)
             return
+
+
+def settle_submission(run: RunFolder) -> None:
+    """Find the job of a submission whose answer did not arrive: by squeue, or by what the job has left.
+
+    Raises KitError while Slurm does not answer: the job may exist, and a second one must not start in the folder.
+    """
+    info = run.info
+    if info["job_id"] is not None or not info.get("submitted"):
+        return
+    answer = client.squeue("-u", str(os.getuid()))
+    if answer.trouble:
+        raise KitError(
+            f"It is not known whether Slurm has a job of {run.name}, since sbatch's answer did not arrive and Slurm "
+            f"does not answer now ({answer.trouble}). Try again when `scontrol ping` says UP."
+        )
+    _find_unheard_job(run, info, answer.rows.values())
+
+
+def rows_in_slurm(run: RunFolder) -> list[JobRow]:
+    """Slurm's rows of the run's job or array tasks now, past the shared answer; empty where it does not know the job.
+
+    Ended jobs are among them until Slurm forgets them. Raises KitError where Slurm does not answer.
+    """
+    info = run.info
+    if info["job_id"] is None or run.is_local:
+        return []
+    answer = client.squeue("-j", info["job_id"])
+    if answer.trouble and not answer.no_cluster and not client.is_forgotten(answer):
+        raise KitError(f"It is not known whether job {run.job_id} of {run.name} has ended: {answer.trouble}.")
+    return [row for row in answer.rows.values() if row.command == info.get("script")]
 
 
 def _ask(job: _Job, queue: Queue) -> SlurmRecord | GoneRecord | None:
@@ -190,22 +263,22 @@ def _ask(job: _Job, queue: Queue) -> SlurmRecord | GoneRecord | None:
     if job.is_local:
         alive = local.is_running(job.run)
         return SlurmRecord(time=now, state=JobState.RUNNING) if alive else GoneRecord(time=now)
-    rows, trouble = queue.rows, queue.trouble
-    if job.info.get("user") != getpass.getuser():  # not among this user's jobs
-        rows, trouble, _ = client.squeue("-j", job.id)
-        trouble = "" if "Invalid job id" in trouble else trouble  # slurm_errno.c: squeue's answer for a forgotten job
-    elif queue.time < job.time_of(RequeueRecord):  # an answer from before it was requeued
+    submitted, requeued = job.time_of(SubmitRecord), job.time_of(RequeueRecord)
+    # Then it is not known whether the shared answer is a later one.
+    clock_was_ahead = max(submitted, requeued) > now + ledger.CLOCK_SKEW
+    asked, answer = queue.time, queue
+    if clock_was_ahead or job.info.get("user") != getpass.getuser():  # the shared answer is about this user's jobs
+        asked, answer = now, client.squeue("-j", job.id)
+    row = answer.rows.get(job.id)
+    if not clock_was_ahead and asked < requeued:
         return None
-    row = rows.get(job.id)
     if row and row.command == (job.script or row.command):  # else another job has the id by now
-        return row.as_record(now, job.info["job_id"], job.task)
-    submitted = job.time_of(SubmitRecord)
-    if trouble or queue.time < submitted:
+        return replace(row.said, time=now, job_id=job.info["job_id"], task=job.task)
+    if (not clock_was_ahead and asked < submitted) or (answer.trouble and not client.is_forgotten(answer)):
         return None
-    never_started = not job.newest(StartRecord, ExitRecord)
     # A job that started and ended since it was submitted would still be remembered; one cancelled while pending is not.
-    remembered = queue.time < submitted + (queue.min_job_age or math.inf)
-    if job.id in queue.left or (never_started and remembered and not row):
+    remembered = not clock_was_ahead and asked < submitted + (queue.min_job_age or math.inf)
+    if job.id in queue.left or (not job.has_started and remembered and not row):
         return SlurmRecord(time=now, state=JobState.CANCELLED, reason="it left the queue before it started")
     return GoneRecord(time=now)
 
@@ -215,7 +288,7 @@ def _write_news(job: _Job, said: SlurmRecord | GoneRecord | None) -> None:
         return
     if isinstance(said, GoneRecord):
         job.gone = True
-        if job.time_of(GoneRecord) <= job.time_of(SlurmRecord):
+        if not isinstance(job.newest(SlurmRecord, GoneRecord), GoneRecord):
             job.append(said)
         return
     last = job.newest(SlurmRecord)

@@ -23,11 +23,12 @@ def last_lines_of_rank(run: RunFolder, rank: int, lines: int = SHOWN_LINES) -> s
 def report(run: RunFolder, exit_code: int) -> int:
     """Print which rank died and why. Returns the rank's exit code as a shell gives it; `exit_code` where none died."""
     log = logs.last_lines(run.log, SEARCHED_LINES)
-    dead, cause = logs.find_dead_rank(log), logs.find_cause(log)
-    if dead is None or cause is None:
+    dead = logs.find_dead_rank(log)
+    if dead is None:
         return exit_code
-    print(f"\nThe job failed: {cause.text}\nLast lines of logs/rank-{dead.rank:03}.log:")
-    print(last_lines_of_rank(run, dead.rank))
+    of_rank = f"{logs.title_of_rank(dead.rank)}\n{last_lines_of_rank(run, dead.rank)}"
+    cause = logs.find_cause(f"{log}\n{of_rank}")
+    print(f"\nThe job failed: {cause}\n{of_rank}")
     return dead.exit_code if dead.exit_code > 0 else 128 - dead.exit_code
 
 

@@ -1,6 +1,11 @@
 """The run folder: run.json, the frozen recipe and profile, logs, checkpoints and the folder of state files."""
 
+import contextlib
+import grp
+import os
+import pwd
 import re
+import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +16,13 @@ from kit import files
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.slurm.states import Witness
+from kit.slurm.states import Phase, PhaseRecord, Witness
 
 LOCAL_PREFIX = "local-"  # job ids of the local runner
 # The values of run.json that decisions depend on; each may be null or absent but for job_id, which may be null.
+# Job ids of Slurm and of the local runner: a text of another form must not become an option of scancel.
+# Slurm's number, or a task of an array as a sweep has it; the local runner's number.
+JOB_ID = re.compile(rf"[1-9]\d{{0,9}}(_\d{{1,9}})?|{LOCAL_PREFIX}\d{{1,9}}", re.ASCII)
 INFO_TYPES: dict[str, Any] = {"job_id": str, "submitted": int | float, "tasks": list, "script": str, "log": str}
 
 
@@ -27,80 +35,41 @@ class ScriptFile(NamedTuple):
     task: int | None
 
 
-@dataclass(frozen=True)
 class StateFolder:
     """The names of the files in a run's `state` folder. The job script uses the same names."""
 
-    path: Path
-
-    @property
-    def ledger(self) -> Path:
-        """Records of every witness outside of the job, one JSON object a line, appended."""
-        return self.path / "ledger.jsonl"
-
-    def start(self, restart: int, task: int | None = None) -> Path:
-        """What the job's script wrote when it started: a StartRecord."""
-        return self._script_file(Witness.START, restart, task)
-
-    def exit(self, restart: int, task: int | None = None) -> Path:
-        """What the job's script wrote when it ended: an ExitRecord."""
-        return self._script_file(Witness.EXIT, restart, task)
-
-    def heartbeat(self, task: int | None = None) -> Path:
-        """Touched every 10 s while the job's script lives."""
-        return self.path / ("heartbeat" if task is None else f"heartbeat.{task}")
-
-    @property
-    def stop(self) -> Path:
-        """Written to ask training to save and stop at the next step."""
-        return self.path / "stop"
-
-    @property
-    def saved(self) -> Path:
-        """Written by training that was asked to stop: the name of the checkpoint that it saved."""
-        return self.path / "saved"
-
-    @property
-    def result(self) -> Path:
-        """Written by training that came to its last step."""
-        return self.path / "result.json"
-
-    @property
-    def progress(self) -> Path:
-        """Step, loss and time of the newest log line of training."""
-        return self.path / "progress.json"
-
-    @property
-    def runner(self) -> Path:
-        """Process id and creation time of the local runner."""
-        return self.path / "local.json"
-
-    @property
-    def local_requeue(self) -> Path:
-        """Written by the local runner's stand-in for `scontrol requeue`."""
-        return self.path / "requeue"
-
-    @property
-    def witness_script(self) -> Path:
-        """The copy of witness.sh that a user's own script reads through BASH_ENV."""
-        return self.path / "witness.sh"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ledger = path / "ledger.jsonl"  # records of every witness outside of the job, a JSON object a line
+        self.stop = path / "stop"  # written to ask training to save and stop at the next step
+        self.saved = path / "saved"  # by training that was asked to stop: the name of the checkpoint that it saved
+        self.result = path / "result.json"  # by training that came to its last step
+        self.progress = path / "progress.json"  # step, loss and time of the newest log line of training
+        self.phase = path / "phase.json"  # a PhaseRecord: what training does now
+        self.runner = path / "local.json"  # process id and creation time of the local runner
+        self.local_requeue = path / "requeue"  # by the local runner's stand-in for `scontrol requeue`
+        self.submissions = path / "submissions"  # a folder for each attempt to submit; see kit.slurm.claim
+        self.witness_script = path / "witness.sh"  # the copy that a user's own script reads through BASH_ENV
 
     def script_files(self) -> Iterator[ScriptFile]:
-        """The start and exit files, by name; files with other names are ignored."""
+        """Files start.<restart>[.<task>].json (a StartRecord) and exit.<...>.json (an ExitRecord); no others."""
         for path in sorted(self.path.glob("*.json")):
             if match := re.fullmatch(r"(start|exit)\.(\d{1,9})(?:\.(\d{1,9}))?\.json", path.name, re.ASCII):
                 task = int(match[3]) if match[3] else None
                 yield ScriptFile(path, Witness(match[1]), int(match[2]), task)
 
+    def read_phase(self) -> PhaseRecord | None:
+        """What training does now; None where it has not said so, or not in the right shape."""
+        with contextlib.suppress(OSError, InputError, ValueError, KeyError, TypeError):
+            value = files.read_json(self.phase)
+            return PhaseRecord(Phase(value["phase"]), float(value["since"]), bool(value.get("compiles")))
+        return None
+
     def heartbeats(self) -> Iterator[tuple[Path, int | None]]:
-        """The heartbeat files, each with its array task; files with other names are ignored."""
+        """Files heartbeat[.<task>], which the job's script touches every 10 s, each with its array task; no others."""
         for path in sorted(self.path.glob("heartbeat*")):
             if match := re.fullmatch(r"heartbeat(?:\.(\d{1,9}))?", path.name, re.ASCII):
                 yield path, int(match[1]) if match[1] else None
-
-    def _script_file(self, witness: Witness, restart: int, task: int | None) -> Path:
-        suffix = "" if task is None else f".{task}"
-        return self.path / f"{witness}.{restart}{suffix}.json"
 
 
 @dataclass(frozen=True)
@@ -139,7 +108,43 @@ class RunFolder:
         wrong = [key for key, types in INFO_TYPES.items() if not isinstance(value.get(key), types | None)]
         if wrong:
             raise InputError(f"{path}: the value of {wrong[0]!r} is of the wrong type: {value[wrong[0]]!r}.")
+        if value["job_id"] is not None and not JOB_ID.fullmatch(value["job_id"]):
+            raise InputError(f"{path}: {value['job_id']!r} is not the id of a job.")
         return value
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the folder and run.json belong to this user. The user that run.json names proves nothing."""
+        return all(path.stat().st_uid == os.geteuid() for path in (self.path, self.path / "run.json"))
+
+    @property
+    def owner(self) -> str:
+        """The name of the user to whom the folder belongs; the number of one without a name."""
+        uid = self.path.stat().st_uid
+        try:
+            return pwd.getpwuid(uid).pw_name
+        except KeyError:
+            return str(uid)
+
+    def check_own(self) -> None:
+        """Raises InputError where another user owns, or may write, what is executed or decides about it.
+
+        The group may write where it is the user's private group, which many systems give each user.
+        """
+        names = ("", "run.json", "job.sbatch", "recipe.toml", "cluster.toml", "accelerate.yaml", "state")
+        for path in (self.path / name for name in names):
+            if not path.exists():
+                continue
+            status = path.stat()
+            if status.st_uid != os.geteuid():
+                raise InputError(f"{path} belongs to another user (uid {status.st_uid}): launch the recipe yourself.")
+            if status.st_mode & stat.S_IWOTH:
+                raise InputError(f"{path} can be written by everybody: chmod -R o-w {self.path}, after a look at it.")
+            if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+                raise InputError(
+                    f"{path} can be written by the group {_group_name(status.st_gid)}, and what is in it is executed "
+                    f"as you: chmod -R g-w {self.path}, after a look at it."
+                )
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json."""
@@ -150,6 +155,11 @@ class RunFolder:
     def trains(self) -> bool:
         """Whether the run trains a recipe; a run of a user's own script does not."""
         return (self.path / "recipe.toml").exists()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the run only measures its speed and memory, and so saves and evaluates nothing."""
+        return bool(self.info.get("measures"))
 
     @property
     def job_id(self) -> str | None:
@@ -185,10 +195,26 @@ class RunFolder:
             found = [self.path / "logs" / f"rank-{rank:03}.log" for rank in ranks]
         else:
             found = [*self.task_logs.values(), *sorted((self.path / "logs").glob("rank-*.log"))]
-        return [path for path in found if path.exists()]
+        return [path for path in found if path.is_file()]
 
     def checkpoints(self) -> list[Path]:
         """The folders named checkpoint-<step>, oldest first, complete or not; other names are ignored."""
         found = (self.path / "checkpoints").glob("checkpoint-*")
         steps = {path: match for path in found if (match := re.fullmatch(r"checkpoint-(\d+)", path.name, re.ASCII))}
         return sorted(steps, key=lambda path: int(steps[path][1]))
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether it is this user's own group with the user's name, which has no other member."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

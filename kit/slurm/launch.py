@@ -2,20 +2,29 @@
 
 import contextlib
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kit import files
 from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset, find_prepared, prepare
+from kit.data.sources import check_place
 from kit.errors import InputError, KitError
+from kit.forecast import choices, limits
+from kit.forecast.choices import Resolution
 from kit.forecast.shape import Shape, load_shape
 from kit.forecast.timing import Prediction
 from kit.slurm import environment
 from kit.slurm import script as job_script
+from kit.slurm.client import available
+from kit.slurm.creation import check_root
 from kit.slurm.run import Run
 from kit.slurm.submit import reach, submit
+from kit.trainers import trainer_of
 
 
 def launch(
@@ -33,16 +42,16 @@ def launch(
     words where Slurm refuses it; the run folder then stays.
     """
     shape = check(recipe, cluster)
-    with models.use_hf_home(cluster.paths.hf_home):
-        found = find_prepared(recipe, prepared)
-    predicted = job_script.forecast(recipe, cluster, found.manifest if found else None, shape)
+    found = find_prepared(recipe, prepared, cluster)
+    chosen = choose(recipe, cluster, found.manifest if found else None, shape)
+    predicted = job_script.forecast(chosen.recipe, cluster, found.manifest if found else None, shape)
     if not anyway:
-        check_fit(recipe, cluster, predicted)
-    with models.use_hf_home(cluster.paths.hf_home):
-        dataset = prepare(recipe, prepared)
-    if found is None or found.path != dataset.path:  # times depend on the number of rows
-        predicted = job_script.forecast(recipe, cluster, dataset.manifest, shape)
-    run = freeze(recipe, cluster, dataset, predicted)
+        check_fit(chosen.recipe, cluster, predicted)
+    dataset = prepare(recipe, prepared, cluster=cluster)
+    if found is None or found.path != dataset.path:  # times, and with them choices, depend on the number of rows
+        chosen = choose(recipe, cluster, dataset.manifest, shape)
+        predicted = job_script.forecast(chosen.recipe, cluster, dataset.manifest, shape)
+    run = freeze(chosen, cluster, dataset, predicted)
     submit(run, after, when)
     return run
 
@@ -62,27 +71,56 @@ def launch_script(
     return run
 
 
+def choose(
+    recipe: Recipe, cluster: Cluster, manifest: Mapping[str, Any] | None = None, shape: Shape | None = None
+) -> Resolution:
+    """The recipe with a value for each "auto", with the reasons: exactly what a run of it trains."""
+    return choices.resolve(recipe, cluster, manifest, shape, compiler_here(cluster))
+
+
+def compiler_here(cluster: Cluster) -> bool | None:
+    """Whether this machine has a C compiler, where the local runner trains here; else None: it says nothing."""
+    return None if available() or environment.has_image(cluster) else bool(limits.find_compiler())
+
+
 def check(recipe: Recipe, cluster: Cluster) -> Shape | None:
     """Raises InputError for a recipe that this cluster, or its trainer, cannot run.
 
     Returns the sizes of the model; None for a family that the forecast does not know, which may train all the same.
     """
+    shape = check_settings(recipe, cluster, compiler_here(cluster))
+    models.check_weights(recipe.model.name, cluster.paths.hf_home)
+    reach(cluster, recipe.parallel.nodes)
+    return shape
+
+
+def check_settings(recipe: Recipe, cluster: Cluster, compiler: bool | None) -> Shape | None:
+    """As `check`, without a look at the model's weights and at Slurm: for a plan, and for settings to choose from.
+
+    compiler: what `compiler_here` returns, which asks Slurm.
+    """
+    check_root(Path(cluster.paths.runs).absolute())
+    if recipe.trainer.name != "trl":
+        raise InputError(
+            f"kit launch runs the trainer trl, and the recipe names {recipe.trainer.name}: `kit render RECIPE OUT` "
+            "writes its configuration and a job script to submit with sbatch."
+        )
     if cluster.slurm.env_file:
         environment.check_token_file(cluster.slurm.env_file)
-    job_script.TRAINER.check(recipe, cluster)
+    check_place(recipe.data.source)
+    trainer_of(recipe).check(recipe, cluster)
     parallel, nodes = recipe.parallel, cluster.nodes
     if parallel.nodes > nodes.count or (nodes.gpus and parallel.gpus_per_node > nodes.gpus):
         raise InputError(
             f"The recipe asks for {parallel.nodes} nodes x {parallel.gpus_per_node} GPUs; the cluster {cluster.name} "
             f"has {nodes.count} x {nodes.gpus}. Lower parallel.nodes or parallel.gpus_per_node."
         )
-    models.check_weights(recipe.model.name, cluster.paths.hf_home)
     shape = None
     with contextlib.suppress(InputError):
         shape = load_shape(recipe.model.name, cluster.paths.hf_home)
     if shape is not None:
         shape.check(recipe)  # what transformers or PEFT would refuse for this model
-    reach(cluster, parallel.nodes)
+    limits.check(recipe, cluster, compiler)
     return shape
 
 
@@ -97,16 +135,19 @@ def check_fit(recipe: Recipe, cluster: Cluster, predicted: Prediction | None) ->
     )
 
 
-def freeze(recipe: Recipe, cluster: Cluster, dataset: Dataset, predicted: Prediction | None) -> Run:
+def freeze(chosen: Resolution, cluster: Cluster, dataset: Dataset, predicted: Prediction | None, **facts: Any) -> Run:
     """A new run folder with recipe, profile, the trainer's config files and the job script; nothing is submitted.
 
-    Raises InputError where the folder cannot be written.
+    run.json has the choices that made the recipe, with their reasons, and `facts`. Raises InputError where the folder
+    cannot be written.
     """
+    recipe = chosen.recipe
     seconds = job_script.warning_s(recipe, cluster, predicted)
     run = Run.create(recipe, cluster, dataset.path, dataset.manifest["digest"])
     try:
-        run.note(warning_s=seconds, script_version=job_script.SCRIPT_VERSION)
-        for name, text in job_script.TRAINER.render(recipe, cluster, run.path).files.items():
+        made = [asdict(decision) for decision in chosen.decisions]
+        run.note(warning_s=seconds, script_version=job_script.SCRIPT_VERSION, choices=made, **facts)
+        for name, text in trainer_of(recipe).render(recipe, cluster, run.path).files.items():
             files.write(run.path / name, text)
         files.write(run.path / "job.sbatch", job_script.render_script(run))
     except OSError as error:

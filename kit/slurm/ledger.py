@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from kit.slurm.folder import RunFolder, ScriptFile
-from kit.slurm.states import HeartbeatRecord, Record, parse_line, parse_record
+from kit.slurm.logs import read_end
+from kit.slurm.states import HeartbeatRecord, Record, SubmitRecord, parse_line, parse_record
 
 CLOCK_SKEW = 60  # seconds by which the clocks of nodes may differ
 MOST_FILE_BYTES = 2**16  # of a start or exit file; the kit's own have about 200
@@ -17,7 +18,7 @@ MOST_LEDGER_BYTES = 2**25  # that are read of the end of the ledger; a run of a 
 def append(run: RunFolder, record: Record) -> None:
     """Append a record to the ledger: one line, one write, so that lines of two processes do not mix."""
     folder = run.state_folder
-    folder.path.mkdir(exist_ok=True)
+    folder.path.mkdir(0o755, exist_ok=True)
     handle = os.open(folder.ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         os.write(handle, record.as_line().encode())
@@ -26,15 +27,32 @@ def append(run: RunFolder, record: Record) -> None:
 
 
 def read_records(run: RunFolder) -> list[Record]:
-    """The records about the run's present job, oldest first: of the ledger, the script's files and the heartbeats.
+    """The records about the run's present job: of the ledger, then of the script's files, then the heartbeats.
 
-    Slurm gives job ids again once they wrap, so records from before the submission are left out, too. Lines and files
-    that are damaged or of another shape are ignored.
+    Lines of the ledger keep their order, which is true also where the clock of a host that wrote some was wrong. Lines
+    and files that are damaged or of another shape are ignored.
     """
     info = run.info
-    submitted = info.get("submitted")
-    since = (submitted if isinstance(submitted, int | float) else 0) - CLOCK_SKEW
-    return [record for record in read_all_records(run) if record.job_id == info["job_id"] and record.time >= since]
+    by_script = sorted((record for _, record in _script_records(run)), key=lambda record: record.restart or 0)
+    found = [*_since_submission(list(_ledger_records(run)), info), *by_script, *_heartbeats(run)]
+    return [record for record in found if record.job_id == info["job_id"]]
+
+
+def _since_submission(lines: list[Record], info: Mapping[str, Any]) -> list[Record]:
+    """The lines since the last submission: Slurm gives job ids again once they wrap, so the id alone does not tell.
+
+    Runs that were submitted before submissions had a name in the ledger have their time only.
+    """
+    name = info.get("submission")
+    for index, record in enumerate(lines):
+        if name and isinstance(record, SubmitRecord) and record.submission == name:
+            return lines[index:]
+    return [record for record in lines if record.time >= (info.get("submitted") or 0) - CLOCK_SKEW]
+
+
+def read_script_records(run: RunFolder) -> list[Record]:
+    """What the script of the last job has left; `archive` moves the files of earlier jobs into the ledger."""
+    return [record for _, record in _script_records(run)]
 
 
 def read_all_records(run: RunFolder) -> list[Record]:
@@ -63,8 +81,8 @@ def archive(run: RunFolder) -> None:
 
 
 def _ledger_records(run: RunFolder) -> Iterator[Record]:
-    text = _read_end(run.state_folder.ledger, MOST_LEDGER_BYTES)
-    for line in text.splitlines():
+    path = run.state_folder.ledger
+    for line in read_end(path, MOST_LEDGER_BYTES).splitlines() if path.is_file() else ():
         record = parse_line(line)
         if record is not None:
             yield record
@@ -72,8 +90,10 @@ def _ledger_records(run: RunFolder) -> Iterator[Record]:
 
 def _script_records(run: RunFolder) -> Iterator[tuple[ScriptFile, Record]]:
     for file in run.state_folder.script_files():
+        if not file.path.is_file():
+            continue
         with contextlib.suppress(ValueError, RecursionError):  # not JSON
-            facts = json.loads(_read_end(file.path, MOST_FILE_BYTES))
+            facts = json.loads(read_end(file.path, MOST_FILE_BYTES))
             named = {"source": file.witness, "restart": file.restart, "task": file.task}
             record = parse_record(facts | named if isinstance(facts, dict) else None)
             if record is not None:
@@ -84,12 +104,3 @@ def _heartbeats(run: RunFolder) -> Iterator[Record]:
     for path, task in run.state_folder.heartbeats():
         with contextlib.suppress(FileNotFoundError):
             yield HeartbeatRecord(time=path.stat().st_mtime, job_id=run.job_id, task=task)
-
-
-def _read_end(path: Path, most: int) -> str:
-    """The last bytes of a regular file as text; empty where there is no such file."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - most))
-        return stream.read(most).decode(errors="replace")

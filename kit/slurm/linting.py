@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kit.config.cluster import Cluster
+from kit.lint.deepspeed import lint_deepspeed
 from kit.lint.lint import Finding, lint, read_script
 from kit.lint.report import LintReport
 from kit.lint.rule import RULE_TEXTS
@@ -31,7 +32,7 @@ def site_of(cluster: Cluster | None = None, release: str = "") -> Site:
 
 
 def lint_scripts(paths: Iterable[Path], cluster: Cluster | None = None) -> LintReport:
-    """The findings in files, for the Slurm of this machine and with sbatch's own verdict.
+    """The findings in scripts, for the Slurm of this machine and with sbatch's own verdict, and in DeepSpeed's configs.
 
     Raises InputError for a file that cannot be read.
     """
@@ -42,6 +43,8 @@ def lint_scripts(paths: Iterable[Path], cluster: Cluster | None = None) -> LintR
 
 
 def _lint_script(path: Path, text: str, site: Site) -> list[Finding]:
+    if path.suffix == ".json":  # no batch script
+        return lint_deepspeed(text, str(path))
     findings = lint(text, str(path), site)
     refused = any(finding.severity == "error" and finding.rule.startswith("KS1") for finding in findings)
     return findings if refused or not site.release else [*findings, *sbatch_verdict(path)]

@@ -37,8 +37,9 @@ START_WAIT = 30.0  # seconds in which the runner has to start
 
 def start(run: RunFolder) -> None:
     """Start the run's script in a process that outlives this one. Raises InputError where it does not start."""
-    run.note(job_id=f"{LOCAL_PREFIX}{int(time.time() * 10) % 10_000_000}")
     run.state_folder.runner.unlink(missing_ok=True)
+    now = time.time()
+    run.note(job_id=f"{LOCAL_PREFIX}{int(now * 10) % 10_000_000}", submitted=now)
     log_path = run.path / "logs" / "runner.log"
     with log_path.open("a") as log:
         command = [sys.executable, "-m", "kit.slurm.local", str(run.path)]
@@ -78,6 +79,7 @@ def _environment(run: RunFolder, stand_ins: Path) -> dict[str, str]:
         "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}",
         Variable.RUN: str(run.path),
         Variable.JOB_ID: str(run.job_id),
+        Variable.SUBMISSION: "",  # of a job that this process may run in
         "SLURM_JOB_ID": str(run.job_id).removeprefix(LOCAL_PREFIX),
         "SLURM_JOB_NAME": run.name,
         "SLURM_JOB_NODELIST": "localhost",
@@ -137,8 +139,12 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def is_running(run: RunFolder) -> bool:
-    """Whether the run's local runner lives; it records the end itself."""
-    return _runner(run) is not None
+    """Whether the run's local runner lives, or still has time to start; it records the end itself."""
+    return _runner(run) is not None if run.state_folder.runner.exists() else _may_start(run)
+
+
+def _may_start(run: RunFolder) -> bool:
+    return abs(time.time() - (run.info.get("submitted") or 0)) < START_WAIT
 
 
 def _runner(run: RunFolder) -> psutil.Process | None:
@@ -156,6 +162,10 @@ def _runner(run: RunFolder) -> psutil.Process | None:
 
 def stop(run: RunFolder) -> None:
     """End the ranks and wait until the runner has recorded it."""
+    while not run.state_folder.runner.exists():
+        if not _may_start(run):
+            return
+        time.sleep(0.05)
     process = _runner(run)
     if process:
         _signal(process, signal.SIGTERM)

@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ _OOM_KILL = re.compile(r"oom.kill event|Exceeded job memory limit|Out Of Memory"
 _OUT_OF_MEMORY = re.compile(_OOM_KILL.pattern + "|CUDA out of memory|OutOfMemoryError", re.IGNORECASE)
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)$", re.MULTILINE)
 _RANK_LABEL = re.compile(r"^(\[rank\d+\]|\d+): ", re.MULTILINE)  # of torch, and of `srun --label`
+_EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _IGNORED_EXCEPTION = ("Exception ignored", "Error in atexit")  # the line before such a traceback
 _KILL_STATES = {
     "": JobState.CANCELLED,
@@ -38,23 +38,6 @@ _KILL_STATES = {
 SIGTERM_EXIT = -15  # exit code of a rank that was ended because another one had died
 MOST_BYTES = 2**20  # that are read of the end of a log
 FOLLOWED_BYTES = 2**16  # of the end of a log that `follow` begins with
-
-
-class CauseKind(StrEnum):
-    """Which part of a log names the cause of a failure."""
-
-    SLURM = "slurm"  # Slurm ended the job
-    MESSAGE = "message"  # a line that the kit wrote
-    RANK = "rank"  # the elastic agent's report on a rank
-    EXCEPTION = "exception"  # a Python traceback, or a task that srun reports
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One line of cause: where it was found, and the text for people."""
-
-    kind: CauseKind
-    text: str
 
 
 @dataclass(frozen=True)
@@ -130,39 +113,56 @@ def was_oom_killed(log: str) -> bool:
     return _OOM_KILL.search(log) is not None
 
 
-def find_cause(log: str) -> Cause | None:
-    """The cause of a failure from the job's log, with rank and node where it names them; None where it names none."""
-    kill = find_slurm_kill(log)
-    if kill:
+def find_cause(log: str) -> str:
+    """The cause of a failure from the job's log, with rank and node where it names them; empty where it names none.
+
+    Slurm's line that it ended the job comes first, then messages of the kit, then torchrun's report, then exceptions.
+    """
+    if kill := find_slurm_kill(log):
         due = f" DUE TO {kill.reason}" if kill.reason else ""
-        return Cause(CauseKind.SLURM, f"Slurm ended it on {kill.node}: CANCELLED{due}")
-    messages = _MESSAGE.findall(log)
-    dead = find_dead_rank(log)
-    if dead:
-        own = [line for line in messages if line.startswith(f"[rank {dead.rank} ")]
-        return Cause(CauseKind.MESSAGE, own[0]) if own else Cause(CauseKind.RANK, _describe_rank(dead, log))
+        return f"Slurm ended it on {kill.node}: CANCELLED{due}"
+    messages: list[str] = _MESSAGE.findall(log)
+    if dead := find_dead_rank(log):
+        own = (line for line in messages if line.startswith(f"[rank {dead.rank} "))
+        return next(own, _describe_rank(dead, log))
     if messages:
-        return Cause(CauseKind.MESSAGE, messages[0])
+        return messages[0]
     exception = find_exception(log)
     what = exception.text if exception else "out of memory" if _OUT_OF_MEMORY.search(log) else ""
     tasks = [f"{task} on {node}: {end}" for node, task, end in _FAILED_TASK.findall(log) if end != "Terminated"]
-    text = "; ".join([*tasks[:1], *([what] if what else [])])
-    return Cause(CauseKind.EXCEPTION, text) if text else None
+    return "; ".join([*tasks[:1], *([what] if what else [])])
 
 
 def _describe_rank(dead: DeadRank, log: str) -> str:
     code = dead.exit_code
     end = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    return f"rank {dead.rank} {end}" + (" (out of memory)" if _OUT_OF_MEMORY.search(log) else "")
+    exceptions = _EXCEPTION_LINE.findall(log.partition(title_of_rank(dead.rank))[2]) if code > 0 else []
+    if _OUT_OF_MEMORY.search(log):
+        return f"rank {dead.rank} {end} (out of memory)"
+    return f"rank {dead.rank} {end}" + (f": {exceptions[-1]}" if exceptions else "")
 
 
-def last_lines(path: Path, lines: int) -> str:
-    """The last lines of a file, of at most its last MiB. Raises InputError for a negative number."""
+def title_of_rank(rank: int) -> str:
+    """The line under which the job's log has the last lines of a rank's log."""
+    return f"Last lines of logs/rank-{rank:03}.log:"
+
+
+def read_end(path: Path, most_bytes: int, start: int = 0) -> str:
+    """The end of a file as text, of what follows the byte `start`."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - most_bytes, start if start <= size else 0))
+        return stream.read(most_bytes).decode(errors="replace")
+
+
+def last_lines(path: Path, lines: int, start: int = 0) -> str:
+    """The last lines of a file after the byte `start`, of at most its last MiB.
+
+    Raises InputError for a negative number of lines.
+    """
     if lines < 0:
         raise InputError(f"{lines} lines were asked for; give 0 or more.")
-    with path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_BYTES))
-        found = stream.read(MOST_BYTES).decode(errors="replace").splitlines()
+    found = read_end(path, MOST_BYTES, start).splitlines()
     return "\n".join(found[len(found) - min(lines, len(found)) :])
 
 
@@ -192,15 +192,21 @@ class _LogReader:
         self.path = path
         self.place = max(0, path.stat().st_size - FOLLOWED_BYTES)
 
-    def read(self, to_the_end: bool) -> list[str]:
-        """Complete lines; with `to_the_end` also a last line that has no line break."""
+    def read(self, to_the_end: bool) -> Iterator[list[str]]:
+        """Complete lines, of at most MOST_BYTES at a time; with `to_the_end` also a last one without a line break.
+
+        A line that is longer comes in parts.
+        """
+        while data := self._next_lines(to_the_end):
+            self.place += len(data)
+            yield data.decode(errors="replace").splitlines()
+
+    def _next_lines(self, to_the_end: bool) -> bytes:
         with self.path.open("rb") as stream:
             stream.seek(self.place)
-            data = stream.read()
-        if not to_the_end:
-            data = data[: data.rfind(b"\n") + 1]
-        self.place += len(data)
-        return data.decode(errors="replace").splitlines()
+            data = stream.read(MOST_BYTES)
+        complete = data[: data.rfind(b"\n") + 1]
+        return complete or (data if to_the_end or len(data) == MOST_BYTES else b"")
 
 
 def follow(find_logs: Callable[[], list[Path]], finished: Callable[[], bool], lines: int = 20) -> Iterator[str]:
@@ -219,9 +225,9 @@ def follow(find_logs: Callable[[], list[Path]], finished: Callable[[], bool], li
         over = finished()
         for path in find_logs():
             reader = readers.setdefault(path, _LogReader(path))
-            new = reader.read(to_the_end=over)
-            shown = new[len(new) - min(lines, len(new)) :] if first_round else new
-            yield from (f"[{path.stem}] {line}" for line in shown)
+            for new in reader.read(to_the_end=over):
+                shown = new[len(new) - min(lines, len(new)) :] if first_round else new
+                yield from (f"[{path.stem}] {line}" for line in shown)
         first_round = False
         if not over:
             time.sleep(1)

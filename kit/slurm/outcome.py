@@ -15,6 +15,7 @@ from typing import Any
 
 from kit.show import Part, Result
 from kit.slurm import logs
+from kit.slurm.folder import LOCAL_PREFIX
 from kit.slurm.signs import Evidence, Sign
 from kit.slurm.states import FINAL_STATES, Confidence, JobState, Record, SlurmRecord, Witness
 
@@ -110,7 +111,7 @@ RULES = (
     Rule(Sign.ENDED, JobState.COMPLETED, HIGH, lowered_by=Sign.TRAP_ONLY),
     # The job lives, or its script has ended and Slurm has not said yet how.
     Rule(Sign.EXIT | Sign.RUNNING, JobState.COMPLETING, HIGH, lowered_by=Sign.SILENT),
-    Rule(Sign.LIVE, StateFrom.SLURM, HIGH, lowered_by=Sign.SILENT),
+    Rule(Sign.LIVE, StateFrom.SLURM, HIGH, lowered_by=Sign.SILENT | Sign.STALE),
     Rule(Sign.EXIT, JobState.COMPLETING, HIGH, lowered_by=Sign.SILENT, excludes=Sign.GONE),
     # No exit record: traces of an end, then signs of life.
     Rule(Sign.KILLED, StateFrom.LOG, MEDIUM),
@@ -128,7 +129,8 @@ RULES = (
 def resolve(run: str, job_id: str | None, records: Iterable[Record], log: str, now: float) -> RunState:
     """The state of a job, or of one array task, from its records.
 
-    run: the run's name. records: in order of time. log: the end of the job's log. now: seconds since the epoch.
+    run: the run's name. records: as ledger.read_records has them. log: the end of the job's log. now: seconds since
+    the epoch.
     """
     if job_id is None:
         return RunState(run, None, JobState.NOT_SUBMITTED, evidence=["run.json has no job id"])
@@ -144,12 +146,19 @@ def resolve(run: str, job_id: str | None, records: Iterable[Record], log: str, n
         exit_code=ended_by.exit_code if ended_by else None,
         signal=_signal(evidence),
         confidence=rule.confidence_with(signs),
-        evidence=[f"{witness}: {_describe(record)}" for witness, record in evidence.latest.items()],
+        evidence=[
+            f"{_name(record.witness, job_id)}: {_describe(record)}"
+            for record in sorted(evidence.latest.values(), key=lambda record: record.time)
+        ],
         provisional=_may_start_again(evidence),
     )
     if verdict.state is JobState.LOST:
         return replace(verdict, cause=f"Nothing recorded how it ended; {_last_sign(records)}.")
-    return _with_cause(_with_conflicts(verdict, evidence), evidence) if verdict.state.final else verdict
+    if verdict.state.final:
+        return _with_cause(_with_conflicts(verdict, evidence), evidence)
+    if verdict.state is JobState.RUNNING and Sign.STALE in signs:
+        return replace(verdict, conflicts=[_describe_silence(evidence)])
+    return verdict
 
 
 def combine_tasks(run: str, job_id: str | None, tasks: Mapping[Any, RunState]) -> RunState:
@@ -209,6 +218,15 @@ def _may_start_again(evidence: Evidence) -> bool:
 # ------------------------------------------------------------------------------------------------ conflicts and causes
 
 
+def _describe_silence(evidence: Evidence) -> str:
+    """That a job which Slurm has as RUNNING shows no sign of life."""
+    beat = evidence.latest[Witness.HEARTBEAT]
+    return (
+        f"Slurm says RUNNING, but the job's script, which touches {Witness.HEARTBEAT} every 10 s, has not done so for "
+        f"{abs(evidence.now - beat.time):.0f} s: look at its node and its log, and cancel it if it is dead"
+    )
+
+
 def _with_conflicts(verdict: RunState, evidence: Evidence) -> RunState:
     """Add where witnesses disagree. A log that ends with a traceback makes COMPLETED a failure."""
     conflicts = []
@@ -220,7 +238,9 @@ def _with_conflicts(verdict: RunState, evidence: Evidence) -> RunState:
             conflicts.append(f"the script left exit code {code}, but Slurm says {state}")
     if verdict.state is JobState.COMPLETED:
         hidden = "a later command, or a pipe such as `| tee`, hid it"
-        step = re.search(r"DerivedExitCode=([1-9]\d*):", evidence.slurm.verbatim) if evidence.slurm else None
+        # Slurm keeps DerivedExitCode when it starts a job again, so only in the first start is it of this start.
+        verbatim = evidence.slurm.verbatim if evidence.slurm and not evidence.slurm.restart else ""
+        step = re.search(r"DerivedExitCode=([1-9]\d*):", verbatim)
         exception = logs.find_exception(evidence.log)
         if step:
             conflicts.append(f"exit code 0, but a step ended with exit code {step[1]}: {hidden}")
@@ -236,7 +256,11 @@ def _with_cause(verdict: RunState, evidence: Evidence) -> RunState:
         return verdict
     cause = logs.find_cause(evidence.log)
     reason = evidence.exit.reason if evidence.exit else ""
-    return replace(verdict, cause=cause.text if cause else reason or _cause_of_state(verdict, evidence))
+    of_state = _cause_of_state(verdict, evidence)
+    script_was_killed = verdict.state is JobState.FAILED and verdict.signal and not evidence.exit
+    if script_was_killed and cause:  # then the log's last words are what its steps said of that
+        return replace(verdict, cause=f"{of_state} {cause}")
+    return replace(verdict, cause=cause or reason or of_state)
 
 
 def _cause_of_state(verdict: RunState, evidence: Evidence) -> str:
@@ -262,9 +286,15 @@ def _cause_of_state(verdict: RunState, evidence: Evidence) -> str:
     return f"{words[verdict.state]}{where}." if verdict.state in words else ""
 
 
+def _name(witness: Witness, job_id: str | None) -> str:
+    """The name of a witness; the local runner's answer takes the place of Slurm's."""
+    is_local = witness is Witness.SLURM and (job_id or "").startswith(LOCAL_PREFIX)
+    return "local runner" if is_local else str(witness)
+
+
 def _last_sign(records: Iterable[Record]) -> str:
     """The newest record of the job itself; of Slurm's silence only where there is no other."""
-    absence = (Witness.GONE, Witness.QUEUE, Witness.SACCT)
+    absence = (Witness.GONE, Witness.QUEUE, Witness.SACCT, Witness.LOG)
     newest = max(records, key=lambda record: (record.witness not in absence, record.time), default=None)
     return f"the last sign is {newest.witness}: {_describe(newest)}" if newest else "there is no sign of it"
 

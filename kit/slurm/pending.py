@@ -46,8 +46,9 @@ def _rows_of(job_id: str, rows: dict[str, JobRow]) -> list[JobRow]:
 
 
 def _explain(row: JobRow) -> str:
-    words = next((text for code, text in REASONS.items() if code in row.reason), "see `man squeue`")
-    if NODES_UNNAMED in row.reason:
+    reason = row.said.reason or "None"
+    words = next((text for code, text in REASONS.items() if code in reason), "see `man squeue`")
+    if NODES_UNNAMED in reason:
         words += f"; now unavailable: {client.unavailable_nodes()}"
     start = "not known yet" if row.start == "N/A" else row.start
-    return f"pending, reason {row.reason}: {words}; estimated start {start}"
+    return f"pending, reason {reason}: {words}; estimated start {start}"

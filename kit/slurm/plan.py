@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import find_prepared
 from kit.errors import InputError
+from kit.forecast.choices import Decision
 from kit.forecast.timing import Prediction, predict
 from kit.lint.lint import Finding, lint
 from kit.lint.report import LintReport
-from kit.show import Part, Result, Table
+from kit.show import Part, Result, Table, count
 from kit.slurm import script as job_script
 from kit.slurm.client import available, command, version
-from kit.slurm.launch import check
+from kit.slurm.launch import check_settings, choose, compiler_here
 from kit.slurm.linting import site_of
-from kit.slurm.submit import advice
+from kit.slurm.submit import advice, reach
 
-LOG_FOLDER_RULE = "KS201"  # the folder of the log does not exist
+LOG_FOLDER_RULE = "KS201"  # the folder of the log does not exist; the launch makes it
+TIME_LIMIT_RULE = "KS301"  # the script has no time limit; on this machine no queue needs it
 RENDEZVOUS = (
     "at the address that Slurm has for the head node, on a free port chosen by the job id; every node checks that it "
     "reaches the head before any rank starts"
@@ -39,12 +41,14 @@ class Plan(Result):
     """What `launch` would do with a recipe and a cluster.
 
     facts: sentences by topic. verdict: whether it fits, by the forecast ("fits", "tight", "does not fit", "unknown").
-    dataset: the prepared folder; None: it is prepared first. start: Slurm's estimate; None: unknown, or it starts at
-    once on this machine. script: the job script, with findings of the linter.
+    choices: what each "auto" of the recipe became. dataset: the prepared folder; None: it is prepared first. start:
+    Slurm's estimate; None: unknown, or it starts at once on this machine. script: the job script, with findings of the
+    linter.
     """
 
     facts: Mapping[str, str]
     verdict: str
+    choices: tuple[Decision, ...]
     dataset: Path | None
     start: str | None
     findings: tuple[Finding, ...]
@@ -57,6 +61,7 @@ class Plan(Result):
             "verdict": self.verdict,
             "dataset": str(self.dataset) if self.dataset else None,
             "start": self.start,
+            "choices": [asdict(decision) for decision in self.choices],
             "findings": [asdict(finding) for finding in self.findings],
             "script": self.script,
         }
@@ -74,6 +79,16 @@ class Plan(Result):
             rows += [(name, first), *(("", line) for line in more)]
         return Table(("", "plan"), rows)
 
+    def __str__(self) -> str:
+        """For pipes: the parts, then the job script."""
+        return f"{super().__str__()}\n\n{self.script}"
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.syntax import Syntax
+
+        return Group(super().__rich__(), Syntax(self.script, "bash", background_color="default", word_wrap=True))
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """As every result, with the job script to unfold."""
         script = f"<details><summary>the job script</summary><pre>{html.escape(self.script)}</pre></details>"
@@ -83,18 +98,23 @@ class Plan(Result):
 
 @dataclass(frozen=True)
 class Start:
-    """When the job would start. time: Slurm's estimate, where it has one."""
+    """When the job would start. time: Slurm's estimate, where it has one. local: on this machine, without Slurm."""
 
     text: str
     time: str | None = None
+    local: bool = False
 
 
 def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) -> Plan:
-    """What `launch` would do with these. Raises InputError for what cannot run."""
-    shape = check(recipe, cluster)
-    with models.use_hf_home(cluster.paths.hf_home):
-        dataset = find_prepared(recipe, prepared)
+    """What `launch` would do with these; weights or a Slurm that are missing are facts of the plan.
+
+    Raises InputError for settings that cannot run.
+    """
+    shape = check_settings(recipe, cluster, compiler_here(cluster))
+    dataset = find_prepared(recipe, prepared, cluster)
     predicted, unknown = None, ""
+    chosen = choose(recipe, cluster, dataset.manifest if dataset else None, shape)
+    recipe = chosen.recipe
     try:
         predicted = predict(recipe, cluster, dataset.manifest if dataset else None, shape)
     except InputError as error:  # a model that the forecast does not know may still train
@@ -103,41 +123,56 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
     data, seconds = dataset.path if dataset else prepared.absolute(), job_script.warning_s(recipe, cluster, predicted)
     script = job_script.render(job_script.Job(recipe, cluster, folder, data, "drawn-at-launch", seconds))
     findings = lint(script, SCRIPT_NAME, site_of(cluster, version()))
-    findings = [found for found in findings if found.rule != LOG_FOLDER_RULE]  # the launch makes that folder
-    start = estimate_start(script)
+    start = _start(cluster, recipe.parallel.nodes, script)
+    ignored = {LOG_FOLDER_RULE} | ({TIME_LIMIT_RULE} if start.local else set())
+    findings = [found for found in findings if found.rule not in ignored]
     facts = {
         "recipe": f"{recipe.name}: {recipe.tuning.method} of {recipe.model.name}",
         "nodes": _nodes(recipe, cluster),
         "batch": _batch(recipe),
         "data": f"prepared in {dataset.path}" if dataset else f"{recipe.data.source} is prepared first, here",
+        "weights": _problem(models.check_weights, recipe.model.name, cluster.paths.hf_home) or "found",
+        "choices": "\n".join(map(str, chosen.decisions)) or "the recipe leaves none open",
         "forecast": _sentences(predicted) if predicted else unknown,
         "rendezvous": RENDEZVOUS,
         "run folder": f"{folder}, {_free_gb(folder):,.0f} GB free there",
         "starts": start.text,
-        "linter": f"{_count(len(findings), 'finding')}, with the lines below" if findings else "no findings",
+        "linter": f"{count(len(findings), 'finding')}, with the lines below" if findings else "no findings",
     }
     verdict = predicted.memory.verdict if predicted else "unknown"
-    return Plan(facts, verdict, dataset.path if dataset else None, start.time, tuple(findings), script)
+    found = tuple(findings)
+    return Plan(facts, verdict, chosen.decisions, dataset.path if dataset else None, start.time, found, script)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _start(cluster: Cluster, nodes: int, script: str) -> Start:
+    """When the script would start, or why it cannot be submitted from here."""
+    unreachable = _problem(reach, cluster, nodes)
+    return Start(unreachable) if unreachable else estimate_start(script)
+
+
+def _problem(check: Callable[..., object], *arguments: Any) -> str:
+    """The message of what a check raises, or an empty string."""
+    try:
+        check(*arguments)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _nodes(recipe: Recipe, cluster: Cluster) -> str:
     parallel, profile = recipe.parallel, cluster.slurm
-    each = _count(parallel.gpus_per_node, "GPU" if cluster.nodes.gpus else "CPU rank")
+    each = count(parallel.gpus_per_node, "GPU" if cluster.nodes.gpus else "CPU rank")
     where = f", partition {profile.partition}" if profile.partition else ""
     limit = f", at most {profile.time}" if profile.time else ", without a time limit in the profile"
-    ranks = f"{_count(parallel.nodes, 'node')} x {each} = {_count(recipe.world_size, 'rank')}"
+    ranks = f"{count(parallel.nodes, 'node')} x {each} = {count(recipe.world_size, 'rank')}"
     return f"{ranks}, {parallel.strategy}{where}{limit}"
 
 
 def _batch(recipe: Recipe) -> str:
     schedule = recipe.schedule
-    rows = _count(schedule.micro_batch, "row")
-    product = f"{rows} x {schedule.grad_accum} accumulated x {_count(recipe.world_size, 'rank')}"
-    return f"{product} = {_count(recipe.batch, 'row')} of up to {recipe.data.seq_len:,} tokens a step"
+    rows = count(schedule.micro_batch, "row")
+    product = f"{rows} x {schedule.grad_accum} accumulated x {count(recipe.world_size, 'rank')}"
+    return f"{product} = {count(recipe.batch, 'row')} of up to {recipe.data.seq_len:,} tokens a step"
 
 
 def _sentences(predicted: Prediction) -> str:
@@ -153,7 +188,8 @@ def _free_gb(path: Path) -> float:
 def estimate_start(script: str) -> Start:
     """When Slurm would start this script if it were submitted now, by `sbatch --test-only`."""
     if not available():
-        return Start("at once, on this machine: no Slurm answers, and the local runner executes the same script")
+        text = "at once, on this machine: no Slurm answers, and the local runner executes the same script"
+        return Start(text, local=True)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()

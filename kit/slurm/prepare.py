@@ -63,11 +63,11 @@ def submit(recipe: Recipe, cluster: Cluster, out: Path, tasks: int, engine: Engi
 
 def _script(cluster: Cluster, work: Path) -> str:
     cpus = max(1, min(8, cluster.nodes.cpus))
-    threads = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(cpus), "HF_HUB_OFFLINE": "1"}
-    threads |= models.hf_environment(cluster.paths.hf_home)
+    variables = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(cpus), **jobscript.NOTHING_LEAVES}
+    variables |= models.hf_environment(cluster.paths.hf_home)
     command = f"exec {jobscript.python(cluster)} -m kit.slurm.prepare {shlex.quote(str(work))}"
     return jobscript.render(
-        cluster, jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cpus), command, threads
+        cluster, jobscript.options(cluster, nodes=1, ntasks=1, cpus_per_task=cpus), command, variables
     )
 
 

@@ -1,14 +1,8 @@
 """Run: one launch, a folder. Any kernel on any day can attach to it by folder, name or job id."""
 
 import contextlib
-import getpass
 import hashlib
 import math
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,13 +15,14 @@ from kit.config.recipe import Recipe
 from kit.errors import InputError, KitError
 from kit.show import Part, Result
 from kit.slurm import client, evidence, ledger, local, logs, pending
+from kit.slurm.claim import claim
+from kit.slurm.client import JobRow
+from kit.slurm.creation import create
 from kit.slurm.folder import RunFolder
 from kit.slurm.logs import LogTail
 from kit.slurm.outcome import RunState
-from kit.slurm.states import CancelRecord, Record, RequeueRecord
+from kit.slurm.states import CancelRecord, Confidence, Record, RequeueRecord
 from kit.slurm.submit import submit
-
-FOLDERS = ("logs", "state", "nodes", "wandb", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -52,26 +47,8 @@ class Run(RunFolder, Result):
 
     @classmethod
     def _new(cls, name: str, cluster: Cluster, texts: dict[str, str], **facts: Any) -> "Run":
-        root, path = Path(cluster.paths.runs).absolute(), None
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            path = _new_folder(root, f"{name}-{time.strftime('%Y%m%d-%H%M')}")
-            for folder in FOLDERS:
-                (path / folder).mkdir()
-            for file, text in ({"cluster.toml": cluster.toml()} | texts).items():
-                files.write(path / file, text)
-            run = cls(path)
-            run.note(
-                name=path.name, job_id=None, wandb_id=secrets.token_hex(4), created=time.time(),
-                host=socket.gethostname(), user=getpass.getuser(), python=sys.executable, git=git_state(), **facts,
-            )  # fmt: skip
-        except OSError as error:
-            if path:
-                shutil.rmtree(path, ignore_errors=True)  # nothing was submitted from it
-            raise InputError(
-                f"No run folder can be made in {root}: {error.strerror} ({error.filename or path}). "
-                "Free space there, or set paths.runs in the cluster profile to a folder that every node sees."
-            ) from None
+        root = Path(cluster.paths.runs).absolute()
+        run = cls(create(root, name, {"cluster.toml": cluster.toml()} | texts, facts))
         _remember(root)
         return run
 
@@ -89,7 +66,7 @@ class Run(RunFolder, Result):
                 return run
         looked = ", ".join(str(root) for root in roots()) or "any folder: none with runs is known yet"
         raise InputError(
-            f"No run {str(ref)!r}: it is not a folder with a run.json, and there is no run of that name or job id in "
+            f"No run {str(ref)!r}: it is not a folder with a run.json, and no run of yours has that name or job id in "
             f"{looked}."
         )
 
@@ -102,10 +79,6 @@ class Run(RunFolder, Result):
     def task_states(self) -> dict[int | None, RunState]:
         """The state of each array task by index; of a plain job under None."""
         return evidence.task_states(self)
-
-    def why_pending(self) -> str:
-        """Why the job waits in the queue, and Slurm's estimate of its start; empty where it does not wait."""
-        return self.state.pending
 
     def wait(self, timeout: float | None = None, every: float = 0.5) -> RunState:
         """Block until the run ends. Ctrl-C cancels a run of the local runner, and leaves a Slurm job alone.
@@ -129,10 +102,13 @@ class Run(RunFolder, Result):
         """End the run, or one array task.
 
         Raises InputError where it has ended, since its job id may be another job's by now, and KitError where Slurm
-        refuses.
+        refuses. Slurm itself is asked about a job that seems to have ended, unless that is certain.
         """
+        self.check_own()
+        evidence.settle_submission(self)
         state = evidence.state_of(self)
-        if state.ended or not state.job_id:
+        over = state.ended or not state.job_id
+        if over and (state.confidence is Confidence.HIGH or not _live(self._rows_of(task))):
             raise InputError(f"{self.name} is {state.state}: there is nothing to cancel.")
         if not self.is_local:
             self._run_command(task, "scancel")
@@ -143,27 +119,39 @@ class Run(RunFolder, Result):
     def requeue(self, task: int | None = None) -> None:
         """Start the run again from its last checkpoint: as the same job while Slurm remembers it, else as a new one.
 
-        An array task can start again only while Slurm remembers it. Raises KitError where Slurm refuses, and as
-        `submit` does.
+        An array task can start again only while Slurm remembers it. Raises InputError for a job that has not ended by
+        Slurm's own word, whatever the records say, KitError where Slurm refuses, and as `submit` does.
         """
-        if self._slurm_can_requeue():
-            self._run_command(task, "scontrol", "requeue")
-            self._record(RequeueRecord, task)
-        elif task is not None:
+        self.check_own()
+        with claim(self):
+            evidence.settle_submission(self)
+            if self._requeue_in_slurm(task):
+                return
+        if task is not None:
             raise KitError(
                 f"Slurm does not know job {self.job_id} any more: launch the work of task {task} as a new run."
             )
-        else:
-            submit(self)
+        submit(self)
 
-    def _slurm_can_requeue(self) -> bool:
-        """Whether the run has a job in Slurm that lives, or that has ended and that Slurm remembers as this run's."""
-        job = self.job_id or ""
-        if not job.isdigit():
-            return False
-        if not evidence.state_of(self).ended:
+    def _requeue_in_slurm(self, task: int | None) -> bool:
+        """Have Slurm start the job, or a task, again. Returns whether it still knows the job."""
+        rows = self._rows_of(task)
+        if live := _live(rows):
+            raise InputError(
+                f"{self.name} has not ended: Slurm has job {live[0].job} as {live[0].job_state}. A requeue would lose "
+                "what it did since its last checkpoint. Wait for its end, or cancel it first."
+            )
+        # A folder that was moved needs a script with its new path.
+        if rows and rows[0].command == str(self.path / "job.sbatch"):
+            self._run_command(task, "scontrol", "requeue")
+            for row in rows:
+                self._record(RequeueRecord, row.task, (row.said.restart or 0) + 1)
             return True
-        return f" Command={self.info.get('script')} " in client.job_records([job]).get(job, "")
+        return False
+
+    def _rows_of(self, task: int | None) -> list[JobRow]:
+        """Slurm's rows of the job or, with `task`, of that array task, asked for now. Raises as `rows_in_slurm`."""
+        return [row for row in evidence.rows_in_slurm(self) if task in (None, row.task)]
 
     def _run_command(self, task: int | None, *words: str) -> None:
         """Run a command of Slurm on the job or task. Raises KitError with Slurm's words."""
@@ -172,8 +160,8 @@ class Run(RunFolder, Result):
         if done.returncode != 0:
             raise KitError(f"{' '.join(words)} {job}: {done.stderr.strip() or 'failed'}")
 
-    def _record(self, kind: type[Record], task: int | None) -> None:
-        ledger.append(self, kind(time=time.time(), job_id=self.job_id, task=task))
+    def _record(self, kind: type[Record], task: int | None, restart: int | None = None) -> None:
+        ledger.append(self, kind(time=time.time(), job_id=self.job_id, task=task, restart=restart))
 
     def tail(self, ranks: Collection[int] | None = None, lines: int = 20) -> LogTail:
         """The last lines of the job's log and of every rank's, or of these ranks', as they are now."""
@@ -204,26 +192,13 @@ class Run(RunFolder, Result):
         return f"Run({self.name}, job {self.job_id})"
 
 
-def _new_folder(root: Path, name: str) -> Path:
-    for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
-        try:
-            (root / (name + suffix)).mkdir()
-            return root / (name + suffix)
-        except FileExistsError:
-            continue
-    raise InputError(f"{root} holds a thousand runs named {name}; wait a minute or rename the recipe.")
+def _live(rows: Iterable[JobRow]) -> list[JobRow]:
+    return [row for row in rows if not row.job_state.final]
 
 
 def _constraints_digest() -> str:
     path = files.REPOSITORY / "env" / "constraints.txt"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def git_state(folder: Path = files.REPOSITORY) -> str:
-    """The commit, with -dirty where the tree differs from it; empty outside a git checkout."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def _remember(root: Path) -> None:
@@ -242,8 +217,11 @@ def roots() -> list[Path]:
     return [p for p in dict.fromkeys([Path("runs").absolute(), *map(Path, known)]) if p.is_dir()]
 
 
-def find_runs() -> Iterator[Run]:
-    """Every run in the known folders, newest first; a folder whose run.json is damaged or unreadable is left out."""
+def find_runs(everyone: bool = False) -> Iterator[Run]:
+    """This user's runs in the known folders, newest first; those of others as well with `everyone`.
+
+    A folder whose run.json is damaged or unreadable is left out.
+    """
     times: dict[Path, float] = {}
     for root in roots():
         for path in root.glob("*/run.json"):
@@ -253,4 +231,5 @@ def find_runs() -> Iterator[Run]:
         run = Run(path.parent)
         with contextlib.suppress(InputError, OSError):
             _ = run.info
-            yield run
+            if everyone or run.is_own:
+                yield run

@@ -13,21 +13,20 @@ from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.files import REPOSITORY, locate, read_json
 from kit.forecast.shape import Shape
-from kit.forecast.timing import Prediction, disk_rate, predict
+from kit.forecast.steptime import disk_rate
+from kit.forecast.timing import Prediction, predict
 from kit.slurm import environment, rendezvous
 from kit.slurm.folder import RunFolder
 from kit.slurm.template import fill
 from kit.slurm.variables import Variable
-from kit.trainers import trl
-from kit.trainers.base import Trainer
+from kit.trainers import trainer_of
 
-TRAINER: Trainer = trl
 # Seconds between Slurm's warning and the time limit where nothing is forecast, and at least. Saving takes seconds to
 # minutes, and the ranks look for the warning after each step.
 LEAST_WARNING_S = 120
 # Raised when a script of an earlier version of the kit would not run any more; such a script is rendered again when
 # its run is submitted again.
-SCRIPT_VERSION = 2
+SCRIPT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _node_script(job: Job) -> str:
     python = job.cluster.slurm.python or ("python3" if inside else sys.executable)
     return fill(
         "node.sh",
-        {"python": python, "launcher": TRAINER.render(job.recipe, job.cluster, job.folder).launcher},
+        {"python": python, "launcher": trainer_of(job.recipe).render(job.recipe, job.cluster, job.folder).launcher},
         {"python_path": f"{environment.PYTHONPATH}\n" if inside else ""},
     )
 
@@ -102,24 +101,29 @@ def _output(job: Job) -> str:
 
 def options(job: Job) -> list[str]:
     """Every sbatch option of the job but --output; slurm.options of the profile come last, and so have precedence."""
-    parallel, nodes, slurm = job.recipe.parallel, job.cluster.nodes, job.cluster.slurm
+    return environment.options(
+        job.cluster,
+        **resources(job.recipe, job.cluster),
+        open_mode="append",
+        requeue=True,
+        signal=f"B:USR2@{job.warning_s}",
+    )
+
+
+def resources(recipe: Recipe, cluster: Cluster) -> dict[str, object]:
+    """sbatch options: the job's name, its nodes and what it takes of each, as `environment.options` takes them."""
+    parallel, nodes, gres = recipe.parallel, cluster.nodes, cluster.slurm.gres
     share_of_node = min(1.0, parallel.gpus_per_node / nodes.gpus) if nodes.gpus else 1.0
-    out = [
-        f"--job-name={job.recipe.name}",
-        f"--nodes={parallel.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={max(1, int(nodes.cpus * share_of_node))}",
-        "--open-mode=append",
-        "--requeue",
-    ]
-    if nodes.gpus and slurm.gres:
-        out.append(f"--gres={gres_for(slurm.gres, parallel.gpus_per_node)}")
-    if nodes.gpus and share_of_node == 1:
-        out += ["--exclusive", "--mem=0"]
-    for option, value in (("partition", slurm.partition), ("time", slurm.time), ("account", slurm.account)):
-        if value:
-            out.append(f"--{option}={value}")
-    return [*out, f"--signal=B:USR2@{job.warning_s}", *slurm.options]
+    whole_nodes = nodes.gpus > 0 and share_of_node == 1
+    return {
+        "job_name": recipe.name,
+        "nodes": parallel.nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": max(1, int(nodes.cpus * share_of_node)),
+        "gres": gres_for(gres, parallel.gpus_per_node) if nodes.gpus and gres else "",
+        "exclusive": whole_nodes,
+        "mem": "0" if whole_nodes else "",
+    }
 
 
 def forecast(
@@ -183,8 +187,7 @@ def exported(job: Job) -> dict[str, str]:
         "WANDB_SILENT": "true",
         "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # the default is 15 s, lost if the run is killed
         "WANDB_X_STATS_SAMPLING_INTERVAL": "2",
-        "HF_HUB_OFFLINE": "1",  # model and data were found at the launch; compute nodes may have no network
-    }
+    } | dict(environment.NOTHING_LEAVES)
     if not environment.has_image(cluster) and not cluster.slurm.python:
         # The nodes must have what this process has. Another interpreter has other versions.
         values[Variable.SOFTWARE] = json.dumps(rendezvous.software())

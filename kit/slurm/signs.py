@@ -9,17 +9,20 @@ from typing import TypeVar
 from kit.slurm import logs
 from kit.slurm.logs import SlurmKill
 from kit.slurm.states import (
+    CancelRecord,
     ExitRecord,
     GoneRecord,
     HeartbeatRecord,
     JobState,
+    LogRecord,
     Record,
+    RequeueRecord,
     SacctRecord,
     SlurmRecord,
     Witness,
 )
 
-SILENT_AFTER = 120  # seconds without a heartbeat (one every 10) after which a job that Slurm forgot counts as gone
+SILENT_AFTER = 120  # seconds without a heartbeat (one every 10) or log line after which a forgotten job counts as gone
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
@@ -35,7 +38,8 @@ class Sign(Flag):
     SILENT = auto()  # Slurm does not answer
     SUBMITTED = auto()  # sbatch returned the job id
     STARTED = auto()  # the job's script has started
-    HEARTBEAT = auto()  # the job's script was alive within SILENT_AFTER seconds
+    HEARTBEAT = auto()  # the job's script was alive, or wrote into a log, within SILENT_AFTER seconds
+    STALE = auto()  # Slurm says RUNNING, and the script has had a heartbeat, but none within SILENT_AFTER seconds
     EXIT = auto()  # the job's script has ended
     ENDED = auto()  # ... it will not start again, and Slurm cannot say more, since it is gone or silent
     NONZERO = auto()  # ... with an exit code other than 0
@@ -56,10 +60,14 @@ class Evidence:
 
     @classmethod
     def of(cls, records: Iterable[Record], log: str, now: float) -> "Evidence":
-        """What counts of the records, which are in order of time: records of an earlier start do not."""
-        records = list(records)
+        """What counts of the records: those of an earlier start do not. Lines of the ledger are in their order."""
+        records = _since_requeue(list(records))
         restart = max((record.restart or 0 for record in records), default=0)
-        latest = {record.witness: record for record in records if record.restart in (None, restart)}
+        latest: dict[Witness, Record] = {}
+        for record in records:
+            if record.restart in (None, restart):
+                latest.pop(record.witness, None)  # so that the order is that of the newest records
+                latest[record.witness] = record
         start = latest.get(Witness.START)
         return cls(latest, logs.since_start(log, start.time) if start else log, now)
 
@@ -92,8 +100,8 @@ class Evidence:
     @property
     def gone(self) -> bool:
         """Whether Slurm did not know the job any more when it was asked last."""
-        gone = self.newest(GoneRecord)
-        return gone is not None and (self.slurm is None or gone.time >= self.slurm.time)
+        answers = [witness for witness in self.latest if witness in (Witness.SLURM, Witness.GONE)]
+        return answers[-1:] == [Witness.GONE]
 
     @property
     def live_state(self) -> JobState | None:
@@ -113,6 +121,9 @@ class Evidence:
     def signs(self) -> Sign:
         """What the evidence shows, for the table of `kit.slurm.outcome`."""
         beat = self.newest(HeartbeatRecord)
+        alive = any(
+            sign is not None and abs(self.now - sign.time) < SILENT_AFTER for sign in (beat, self.newest(LogRecord))
+        )
         shown = {
             Sign.FINAL: self.final is not None,
             Sign.NO_EXIT_CODE: self.final is not None and self.final.exit_code is None,
@@ -122,7 +133,8 @@ class Evidence:
             Sign.SILENT: Witness.QUEUE in self.latest,
             Sign.SUBMITTED: Witness.SUBMIT in self.latest,
             Sign.STARTED: Witness.START in self.latest,
-            Sign.HEARTBEAT: beat is not None and self.now - beat.time < SILENT_AFTER,
+            Sign.HEARTBEAT: alive,
+            Sign.STALE: beat is not None and not alive and self.live_state is JobState.RUNNING,
             Sign.KILLED: self.kill is not None,
             Sign.OUT_OF_MEMORY: logs.was_oom_killed(self.log),
             Sign.CANCEL: Witness.CANCEL in self.latest,
@@ -144,3 +156,10 @@ class Evidence:
             Sign.SIGNAL_CODE: code > 128,
             Sign.TRAP_ONLY: code == 0 and self.exit.signal is None,
         }
+
+
+def _since_requeue(records: list[Record]) -> list[Record]:
+    """Without what concerned the job before the user requeued it; records of its starts have the start's number."""
+    requeued = max((index for index, record in enumerate(records) if isinstance(record, RequeueRecord)), default=-1)
+    of_before = CancelRecord | GoneRecord | SacctRecord
+    return [record for index, record in enumerate(records) if index > requeued or not isinstance(record, of_before)]

@@ -10,18 +10,18 @@ files are in `kit.slurm.folder`.
 """
 
 import json
-import math
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter, ValidationError
 
 RECORD_VERSION = 1  # of the records' keys; records without the key `version` were written before it existed
 
 
 class JobState(StrEnum):
-    """Slurm's job states as squeue prints them (squeue(1), JOB STATE CODES), and three of the kit's own."""
+    """Slurm's job states as squeue prints them (squeue(1), JOB STATE CODES), and four that the kit adds."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
@@ -51,6 +51,7 @@ class JobState(StrEnum):
 
     LOST = "LOST"  # the job is gone and nothing recorded how it ended
     NOT_SUBMITTED = "NOT SUBMITTED"  # the run has no job
+    SUBMITTING = "SUBMITTING"  # sbatch was started, and it is not known whether Slurm has the job
     UNKNOWN = "UNKNOWN"  # a state of a newer Slurm
 
     @classmethod
@@ -108,6 +109,7 @@ class Witness(StrEnum):
     CANCEL = "cancel"  # the user cancelled it with the kit
     REQUEUE = "requeue"  # the user requeued it with the kit
     HEARTBEAT = "heartbeat"  # the file that the job's script touches every 10 s
+    LOG = "log"  # the job's log, or that of one of its ranks
 
 
 class ScriptEnd(StrEnum):
@@ -125,6 +127,14 @@ class ScriptEnd(StrEnum):
 # ---------------------------------------------------------------------------------------------------------- records
 
 
+# A number or truth value in a string, or a number in place of a truth value, makes a record unreadable.
+Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+# A state or reason of a newer version does not make a record unreadable.
+ReadState = Annotated[JobState | None, BeforeValidator(lambda it: JobState.parse(it) if isinstance(it, str) else it)]
+ReadEnd = Annotated[ScriptEnd | None, BeforeValidator(lambda it: ScriptEnd(it) if it in list(ScriptEnd) else None)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What one witness said at one time. A fact that the witness did not give is None or empty.
@@ -135,10 +145,16 @@ class Record:
     """
 
     witness: ClassVar[Witness]
-    time: float
+    types: ClassVar[dict[str, "type[Record]"]] = {}  # by the value of the witness
+    time: Seconds
     job_id: str | None = None
-    task: int | None = None
-    restart: int | None = None
+    task: Count | None = None
+    restart: Count | None = None
+
+    def __init_subclass__(cls, witness: Witness | None = None) -> None:
+        if witness:
+            cls.witness = witness
+            cls.types[witness] = cls
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON-ready values, without the facts that are not known."""
@@ -151,78 +167,107 @@ class Record:
         return json.dumps(self.as_dict()) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StateRecord(Record):
-    state: JobState | None = None
-    exit_code: int | None = None
-    signal: str | None = None  # the number of the signal that ended the job; empty: no signal
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmRecord(_StateRecord):
-    """A row of squeue, or what the local runner says in its place."""
-
-    witness = Witness.SLURM
-    reason: str = ""
-    requeue: bool | None = None  # whether Slurm may start the job again after preemption or the failure of a node
-    nodes: str = ""
-    verbatim: str = ""  # the line of `scontrol show job -d -o`, of a job that has ended
-    again: bool = False  # a later answer was the same: a provisional state is settled
-    runner: str = ""  # "local" for the local runner
-
-
-@dataclass(frozen=True, kw_only=True)
-class SacctRecord(_StateRecord):
-    """What sacct said. `state` is None where sacct does not know the job."""
-
-    witness = Witness.SACCT
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoneRecord(Record):
+class GoneRecord(Record, witness=Witness.GONE):
     """Slurm answered, and does not know the job any more."""
 
-    witness = Witness.GONE
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitRecord(Record, witness=Witness.SUBMIT):
+    """sbatch returned the job id. `submission` is that of run.json at that time, which each submission changes."""
+
+    submission: str = ""
+
+
+class CancelRecord(Record, witness=Witness.CANCEL):
+    """The user cancelled the job with the kit."""
+
+
+class RequeueRecord(Record, witness=Witness.REQUEUE):
+    """The user requeued the job with the kit. `restart` is that of the start which follows."""
+
+
+class HeartbeatRecord(Record, witness=Witness.HEARTBEAT):
+    """The modification time of `heartbeat[.<task>]`."""
+
+
+class LogRecord(Record, witness=Witness.LOG):
+    """The newest modification time of the logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueRecord(Record):
+class QueueRecord(Record, witness=Witness.QUEUE):
     """Slurm did not answer; `note` has its words."""
 
-    witness = Witness.QUEUE
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitRecord(Record):
-    """sbatch returned the job id."""
-
-    witness = Witness.SUBMIT
+class _StateRecord(Record):
+    state: ReadState = None
+    exit_code: Count | None = None
+    signal: str | None = None  # the number of the signal that ended the job; empty: no signal
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartRecord(Record):
+class SlurmRecord(_StateRecord, witness=Witness.SLURM):
+    """A row of squeue, or what the local runner says in its place."""
+
+    reason: str = ""
+    requeue: StrictBool | None = None  # whether Slurm may start the job again after preemption or the failure of a node
+    nodes: str = ""
+    verbatim: str = ""  # the line of `scontrol show job -d -o`, of a job that has ended
+    again: StrictBool = False  # a later answer was the same: a provisional state is settled
+    runner: str = ""  # "local" for the local runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class SacctRecord(_StateRecord, witness=Witness.SACCT):
+    """What sacct said. `state` is None where sacct does not know the job."""
+
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord(Record, witness=Witness.START):
     """`start.<restart>[.<task>].json`, written by the job's script before anything else."""
 
-    witness = Witness.START
     nodes: str = ""
     checkpoint: str = ""  # the step of the newest checkpoint at that time; empty: none
+    log_bytes: Count | None = None  # size of the job's log at that time: what earlier starts have written
+
+
+class Phase(StrEnum):
+    """What a training job does, as it writes it to state/phase.json."""
+
+    STARTING = "starting"  # imports, and the checks before training
+    LOADING = "loading"  # the base model
+    FIRST_STEP = "first step"  # which compiles where the recipe says so
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """The content of state/phase.json: what training does since when (unix time), and whether it compiles."""
+
+    phase: Phase
+    since: float
+    compiles: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitRecord(Record):
+class ExitRecord(Record, witness=Witness.EXIT):
     """`exit.<restart>[.<task>].json`, written by an EXIT trap of the job's script.
 
     A job script of the kit writes every key. The trap in a user's own script (witness.sh) writes `exit_code` only: bash
     runs an EXIT trap also when a signal ends it, and the trap then sees the exit code of the command before.
     """
 
-    witness = Witness.EXIT
-    exit_code: int
+    exit_code: Count
     signal: str | None = None  # "TERM", "INT" or "USR2" where the script caught one, else empty; None: not observed
-    end: ScriptEnd | None = None
-    requeued: bool | None = None  # whether Slurm accepted `scontrol requeue`: the same job will start again
+    end: ReadEnd = None
+    requeued: StrictBool | None = None  # whether Slurm accepted `scontrol requeue`: the same job will start again
     reason: str = ""  # a sentence for people
 
     @property
@@ -235,41 +280,7 @@ class ExitRecord(Record):
         return self.requeued if self.requeued is not None else "requeued" in self.reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class CancelRecord(Record):
-    """The user cancelled the job with the kit."""
-
-    witness = Witness.CANCEL
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequeueRecord(Record):
-    """The user requeued the job with the kit."""
-
-    witness = Witness.REQUEUE
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeartbeatRecord(Record):
-    """The modification time of `heartbeat[.<task>]`."""
-
-    witness = Witness.HEARTBEAT
-
-
-RECORD_TYPES: Mapping[str, type[Record]] = {
-    kind.witness: kind
-    for kind in (
-        SlurmRecord, SacctRecord, GoneRecord, QueueRecord, SubmitRecord, StartRecord, ExitRecord, CancelRecord,
-        RequeueRecord, HeartbeatRecord,
-    )
-}  # fmt: skip
-
-
-# The type of each fact, by witness.
-FACT_TYPES: Mapping[str, Mapping[str, Any]] = {
-    witness: {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
-    for witness, kind in RECORD_TYPES.items()
-}
+_READERS = {witness: TypeAdapter(kind) for witness, kind in Record.types.items()}
 
 
 def parse_record(value: object) -> Record | None:
@@ -277,22 +288,12 @@ def parse_record(value: object) -> Record | None:
 
     Keys that this version does not know are ignored, so records of a newer version are read as far as they go.
     """
-    if not isinstance(value, Mapping) or not isinstance(value.get("source"), str):
+    source = value.get("source") if isinstance(value, Mapping) else None
+    if not isinstance(source, str) or source not in _READERS:
         return None
-    kind = RECORD_TYPES.get(value["source"])
-    if kind is None:
-        return None
-    facts: dict[str, Any] = {}
-    for name, hint in FACT_TYPES[value["source"]].items():
-        if name not in value:
-            continue
-        fact = _checked(value[name], hint)
-        if fact is _WRONG:
-            return None
-        facts[name] = fact
     try:
-        return kind(**facts)
-    except TypeError:  # a required key is missing
+        return _READERS[source].validate_python(value)
+    except ValidationError:
         return None
 
 
@@ -302,23 +303,3 @@ def parse_line(line: str) -> Record | None:
         return parse_record(json.loads(line))
     except (ValueError, RecursionError):
         return None
-
-
-_WRONG = object()
-
-
-def _checked(value: object, hint: Any) -> Any:
-    """The value in the type that the hint asks for, or _WRONG."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None:
-        return None if type(None) in kinds else _WRONG
-    kind = kinds[0]
-    if kind is JobState and isinstance(value, str):
-        return JobState.parse(value)
-    if kind is ScriptEnd and isinstance(value, str):
-        return ScriptEnd(value) if value in list(ScriptEnd) else None
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if math.isfinite(value) else _WRONG
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value if value >= 0 else _WRONG
-    return value if kind in (str, bool) and isinstance(value, kind) else _WRONG

@@ -1,6 +1,7 @@
 """Submit a run: sbatch, or the local runner where there is no Slurm, and what to change where sbatch refuses."""
 
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kit.errors import InputError, KitError, SubmitError
 from kit.lint.options import directives, parse_options
 from kit.slurm import client, evidence, ledger, local, watcher
 from kit.slurm import script as job_script
+from kit.slurm.claim import claim
 from kit.slurm.folder import RunFolder
 from kit.slurm.states import JobState
 from kit.slurm.variables import Variable
@@ -47,9 +49,21 @@ def submit(run: RunFolder, after: RunFolder | None = None, when: str = "ok") -> 
     """Submit the run; one that was submitted before goes on from its last checkpoint.
 
     after, when: start once that run has ended well ("ok") or in any way ("any").
-    Raises SubmitError with Slurm's words where it refuses, InputError while the run's last job has not ended, or where
-    the job could never start.
+    Raises SubmitError with Slurm's words where it refuses, InputError while the run's last job has not ended, while
+    another process submits it, or where the job could never start.
     """
+    run.check_own()
+    with claim(run):
+        evidence.settle_submission(run)
+        _submit(run, after, when)
+
+
+def _submit(run: RunFolder, after: RunFolder | None, when: str) -> None:
+    if not (run.path / "job.sbatch").is_file():
+        raise InputError(
+            f"{run.name} has no job.sbatch, since its launch was interrupted: launch the recipe again, and delete "
+            f"{run.path}."
+        )
     dependency = dependency_options(after, when)
     own = [] if run.trains else options_for_own_script(run)
     if run.job_id:
@@ -68,11 +82,13 @@ def submit(run: RunFolder, after: RunFolder | None = None, when: str = "ok") -> 
 def _prepare_resubmission(run: RunFolder) -> None:
     """Archive what the last job left, and render the script again where it would not run any more.
 
-    Raises InputError where the last job has not ended.
+    Raises InputError where the last job has not ended, by the records or by Slurm's own word.
     """
     state = evidence.state_of(run)
-    if not state.ended:
-        raise InputError(f"{run.name} is {state.state} as job {run.job_id}; cancel it, or wait for its end.")
+    live = [row.job_state for row in evidence.rows_in_slurm(run) if not row.job_state.final]
+    if live or not state.ended:
+        states = live or [state.state]
+        raise InputError(f"{run.name} is {states[0]} as job {run.job_id}; cancel it, or wait for its end.")
     ledger.archive(run)
     if not run.trains:
         return
@@ -86,14 +102,15 @@ def _prepare_resubmission(run: RunFolder) -> None:
 def _sbatch(run: RunFolder, asked: list[str]) -> None:
     path = run.path / "job.sbatch"
     try:
-        environment = _environment(run)
-        run.note(job_id=None, script=str(path), submitted=time.time())
+        submission = secrets.token_hex(8)
+        environment = _environment(run) | {Variable.SUBMISSION: submission}
+        run.note(job_id=None, script=str(path), submitted=time.time(), submission=submission)
         watcher.enlist(run)  # before sbatch: where this kernel dies now, the watcher finds the job by its script
     except OSError as error:
         raise InputError(f"Nothing was submitted: {error.strerror} ({error.filename or run.path}).") from None
     done = client.command("sbatch", "--parsable", *asked, str(path), env=environment)
     if done.returncode != 0:
-        if "timed out" not in done.stderr:  # else Slurm may have the job
+        if is_refusal(done.returncode, done.stderr):  # else Slurm may have the job
             run.note(submitted=None)
         raise SubmitError(f"sbatch did not take {path}: {done.stderr.strip()}. {advice(done.stderr)}".strip())
     job = done.stdout.strip().split(";")[0]
@@ -138,6 +155,13 @@ def dependency_options(after: RunFolder | None, when: str) -> list[str]:
     if after.is_local:
         raise InputError(f"{before.run} runs on this machine, without a queue; wait for its end.")
     return [f"--dependency=after{when}:{before.job_id}", "--kill-on-invalid-dep=yes"]
+
+
+def is_refusal(exit_code: int, words: str) -> bool:
+    """Whether sbatch surely did not submit: it did not start, reached no controller, or Slurm's answer is known."""
+    if exit_code in (client.NOT_INSTALLED, client.NOT_CONFIGURED) or "connect failure" in words:
+        return True
+    return any(key in words.lower() for key in REFUSALS if key not in ("timed out", "controller"))
 
 
 def advice(words: str) -> str:

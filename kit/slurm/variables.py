@@ -1,7 +1,8 @@
 """The KIT_* environment variables: every one that the package reads or sets, in Python or in the job scripts.
 
-Outside of the package there are two more: KIT_SHARED (tests: the folder of shared test data) and KIT_WHEELHOUSE
-(env/setup: the folder that packages are installed from).
+Outside of the package there are three more: KIT_SHARED (tests: the folder of shared test data), KIT_TRAINERS (tests:
+the folder of environments of other trainers, env/trainers) and KIT_WHEELHOUSE (env/setup: the folder that packages are
+installed from).
 """
 
 from enum import StrEnum
@@ -16,4 +17,6 @@ class Variable(StrEnum):
     HOSTS = "KIT_HOSTS"  # the job's node names, separated by spaces, in the order of SLURM_NODEID; set by the script
     ADDRESS = "KIT_ADDRESS"  # the head node's address (NodeAddr); set by the job script
     SOFTWARE = "KIT_SOFTWARE"  # JSON: versions at the launch, which the nodes must have; set by the job script
+    KEY = "KIT_KEY"  # 32 random bytes in hex, of this start of the job; only the tasks of the training step have it
+    SUBMISSION = "KIT_SUBMISSION"  # of the last `sbatch` of the run, also in run.json; set by submit
     RENDEZVOUS = "KIT_RENDEZVOUS"  # init_method of torch.distributed for the processes that time checkpoints

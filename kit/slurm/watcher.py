@@ -55,6 +55,7 @@ def watch() -> None:
         except BlockingIOError:
             return  # another process is the watcher
         ended: set[str] = set()
+        first_seen: dict[str, float] = {}
         while True:
             with _watched() as paths:
                 paths[:] = [path for path in dict.fromkeys(paths) if path not in ended]
@@ -64,21 +65,22 @@ def watch() -> None:
                 watched = list(paths)
             with contextlib.suppress(OSError, KitError):  # all in one question; a damaged run is met again below
                 evidence.collect([RunFolder(Path(path)) for path in watched])
-            ended = {path for path in watched if not _update(Path(path))}
+            now = time.monotonic()
+            ended = {path for path in watched if not _update(Path(path), now - first_seen.setdefault(path, now))}
             queue = client.queue()
             if queue.no_cluster:
                 return
             time.sleep(min(max(1.0, queue.next_question - time.time()), LONGEST_SLEEP))
 
 
-def _update(path: Path) -> bool:
-    """Record the news of one run; whether it is still to be watched."""
+def _update(path: Path, watched_s: float) -> bool:
+    """Record the news of one run, watched for so many seconds. Returns whether it is still to be watched."""
     try:
         run = RunFolder(path)
         if run.job_id is None:
             evidence.collect([run])  # finds the job by its script
         if run.job_id is None:
-            return time.time() - (run.info.get("submitted") or 0) < UNHEARD_AFTER
+            return watched_s < UNHEARD_AFTER
         return not evidence.state_of(run).ended
     except KitError:  # run.json is absent or damaged, and is written in one step
         return False

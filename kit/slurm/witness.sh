@@ -5,6 +5,10 @@
 
 case $0 in */slurm_script | */job.sbatch)  # not in the shells that the script starts
   unset BASH_ENV
+  if [ -n "${KIT_SUBMISSION:-}" ] && [ -r "$KIT_RUN/run.json" ] && ! grep -qF "\"$KIT_SUBMISSION\"" "$KIT_RUN/run.json"; then
+    echo "$KIT_RUN was submitted again after this job, which therefore ends without having done anything." >&2
+    exit 1
+  fi
   _kit_task=${SLURM_ARRAY_TASK_ID:+.$SLURM_ARRAY_TASK_ID}
 
   # _kit_record NAME KEYS: writes state/NAME.<restart>[.<task>].json, completely or not at all.
@@ -15,8 +19,8 @@ case $0 in */slurm_script | */job.sbatch)  # not in the shells that the script s
   } 2> /dev/null
 
   trap '_kit_record exit "\"exit_code\": $?"' EXIT
-  _kit_record start "\"nodes\": \"$SLURM_JOB_NODELIST\""
+  _kit_record start "\"nodes\": \"$SLURM_JOB_NODELIST\", \"log_bytes\": $(stat -Lc %s /proc/$$/fd/1)"
 
   # The heartbeat ends with the script's shell.
-  (while kill -0 $$ && : > "$KIT_RUN/state/heartbeat$_kit_task"; do sleep 10; done &) < /dev/null > /dev/null 2>&1
+  (while kill -0 $$; do touch "$KIT_RUN/state/heartbeat$_kit_task"; sleep 10; done &) < /dev/null > /dev/null 2>&1
 esac

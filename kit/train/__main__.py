@@ -7,7 +7,6 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import wandb
@@ -15,8 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from kit.errors import KitError
 from kit.slurm.folder import RunFolder
+from kit.slurm.states import Phase
 from kit.train import patches
 from kit.train.callbacks import Progress
+from kit.train.output import redirect_output
 from kit.train.trainer import train
 
 
@@ -25,8 +26,10 @@ def main(folder: str) -> int:
     run, rank = RunFolder(Path(folder)), int(os.environ.get("RANK", 0))
     console = redirect_output(run, rank)
     progress = Progress(run, rank, console)
+    progress.enter(Phase.STARTING)
     if not torch.cuda.is_available():
         patches.shard_cpu_processes()
+        patches.partition_cpu_processes()
     patches.ignore_renamed_arguments()
     try:
         train(run, progress)
@@ -39,15 +42,6 @@ def main(folder: str) -> int:
     finally:
         console.flush()
     return 0
-
-
-def redirect_output(run: RunFolder, rank: int) -> TextIO:
-    """Send this process's output to logs/rank-<n>.log. Returns the job's log, for lines that matter to everyone."""
-    console = os.fdopen(os.dup(1), "w")
-    log = os.open(run.path / "logs" / f"rank-{rank:03}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    return console
 
 
 def report(error: BaseException, progress: Progress) -> int:

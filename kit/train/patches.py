@@ -7,6 +7,7 @@ the installed release, its test fails: then find out whether the change is still
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -14,11 +15,15 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed.checkpoint
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import fsdp_utils
 from packaging.requirements import Requirement
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from trl.trainer import utils as trl_utils
 
 from kit.checkpoints import sharded
+from kit.train.loss import FrozenHead
 
 Arguments = ParamSpec("Arguments")
 REQUIREMENTS: dict[str, Requirement] = {}  # by the name of the function
@@ -66,6 +71,33 @@ def shard_cpu_processes() -> None:
 
 
 @patch("accelerate>=1.15,<2")
+def partition_cpu_processes() -> None:
+    """Let accelerate use DeepSpeed for processes on CPUs, where its launcher is configured for it.
+
+    Call it before torch's process group is made, which DeepSpeed has to make itself. For gloo processes
+    AcceleratorState chooses MULTI_CPU and drops the DeepSpeed plugin: they would train by DDP.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its collectives, which it would compile here
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    original = AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, deepspeed_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
+        if deepspeed_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            deepspeed_plugin.set_mixed_precision(self._mixed_precision)
+            deepspeed_plugin.select(_from_accelerator_state=True)
+            self.deepspeed_plugins = deepspeed_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+
+    AcceleratorState.__init__ = init
+
+
+@patch("accelerate>=1.15,<2")
 def keep_loss_in_fp32(plugin: Any) -> None:
     """Have FSDP2 not cast the model's outputs. `plugin`: a FullyShardedDataParallelPlugin.
 
@@ -76,17 +108,70 @@ def keep_loss_in_fp32(plugin: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-@patch("peft>=0.20,<0.21")
-def leave_casts_to_fsdp(adapted: torch.nn.Module) -> None:
-    """Have PEFT's layers not cast their inputs, since FSDP1 casts the inputs of each unit.
+@patch("accelerate>=1.15,<2")
+def fill_shards(plugin: Any, fill: Callable[..., Any]) -> None:
+    """Have accelerate shard a model on meta under FSDP2, and call `fill` for the values of the shards.
 
-    PEFT casts to the type of the adapter's weights: fp32, or bf16 while FSDP1 has them gathered. When activation
-    checkpointing runs a layer again, other weights are gathered than the first time. With dropout, torch then raises a
-    CheckpointError.
+    `plugin`: a FullyShardedDataParallelPlugin. accelerate's own function, of the same arguments, broadcasts a whole
+    copy from rank 0.
+    """
+    plugin.cpu_ram_efficient_loading = True
+    fsdp_utils.fsdp2_load_full_state_dict = fill
+
+
+@patch("peft>=0.20,<0.21")
+def leave_casts_to_autocast(adapted: torch.nn.Module) -> None:
+    """Have PEFT's layers not cast their inputs, which autocast and FSDP do.
+
+    PEFT casts to the type of the adapter's weights, fp32, and autocast back to 16 bits for the matmul, which takes time
+    and memory. FSDP1 gathers the weights in bf16: when activation checkpointing runs a layer again, other weights are
+    gathered than the first time, and with dropout torch then raises a CheckpointError.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
             layer.cast_input_dtype_enabled = False
+
+
+@patch("trl>=1.16,<1.17")
+def project_frozen_head_once() -> None:
+    """Have TRL compute the loss with `FrozenHead` wherever the LM head is not trained.
+
+    TRL projects the hidden states in the forward pass, and twice in the backward pass: to have the logits again, and
+    for the gradient. Heads that are trained, have a bias or change their logits keep TRL's function.
+    """
+    original = trl_utils._ChunkedLogProbFunction
+    if original is FrozenHeadWhereFrozen:
+        return
+    FrozenHeadWhereFrozen.original = original
+    trl_utils._ChunkedLogProbFunction = FrozenHeadWhereFrozen
+
+
+class FrozenHeadWhereFrozen:
+    """Stands in for TRL's ChunkedLogProbFunction, of which it has the one function that TRL calls."""
+
+    original: Any = None
+
+    @classmethod
+    def apply(
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """log_probs, entropy, log_sum_sq_probs, mean_logits and is_top1 of each target."""
+        changed = bias is not None or softcap is not None or (temperature, logit_scale) != (1.0, 1.0)
+        beyond = {"log_sum_sq_probs", "mean_logits"} & set(outputs)
+        if weight.requires_grad or changed or beyond:
+            rest = (temperature, chunk_size, softcap, logit_scale, outputs)
+            return tuple(cls.original.apply(hidden, weight, bias, targets, *rest))
+        log_probabilities, entropy, is_top = FrozenHead.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+        return log_probabilities, entropy, None, None, is_top
 
 
 @patch("torch>=2.11,<2.13")
@@ -101,6 +186,22 @@ def forget_pending_forwards(model: torch.nn.Module) -> None:
             module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
+@patch("torch>=2.11,<2.14")
+def gather_bytes() -> None:
+    """Have FSDP2 gather weights as bytes, for 4-bit weights that are stored as floats.
+
+    Where all weights of a group have one type, they are copied as such, and on GPUs that copy writes another NaN than
+    it read: bitsandbytes#1945. Weights of several types are gathered as bytes by torch itself.
+    """
+    original = _fsdp_collectives._get_all_gather_input_metadatas
+
+    def as_bytes(param_all_gather_inputs: Any) -> tuple[Any, Any, torch.dtype]:
+        dtypes, counts, _ = original(param_all_gather_inputs)
+        return dtypes, counts, torch.uint8
+
+    _fsdp_collectives._get_all_gather_input_metadatas = as_bytes
+
+
 @patch("accelerate>=1.15,<2")
 def load_checkpoints_with_own_reader() -> None:
     """Have accelerate load sharded checkpoints with kit.checkpoints.sharded.Reader, which reads each byte once a node.
@@ -108,6 +209,15 @@ def load_checkpoints_with_own_reader() -> None:
     accelerate looks the reader up in torch.distributed.checkpoint at each load.
     """
     torch.distributed.checkpoint.FileSystemReader = sharded.Reader  # type: ignore[attr-defined]
+
+
+@patch("accelerate>=1.15,<2")
+def save_checkpoints_by(save: Callable[..., None]) -> None:
+    """Have accelerate save sharded checkpoints by `save`, which has the arguments of torch.distributed.checkpoint.save.
+
+    accelerate looks that function up at each save, and has no option for saves in the background.
+    """
+    torch.distributed.checkpoint.save = save  # type: ignore[attr-defined]
 
 
 @patch("transformers>=5.20,<6")

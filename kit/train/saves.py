@@ -1,5 +1,6 @@
 """Saves of a training run: whether a new checkpoint is good, and which complete checkpoint training resumes from."""
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ from accelerate.utils import broadcast_object_list, reduce
 from kit import files
 from kit.checkpoints.formats.base import ProblemKind
 from kit.checkpoints.inspect import Inspection, complete, inspect
-from kit.errors import KitError
+from kit.checkpoints.saved_by import SavedBy
+from kit.config.recipe import Recipe
+from kit.errors import InputError, KitError
+from kit.show import count
 from kit.slurm.folder import RunFolder
 
 READ_BACK_LIMIT = 8e9  # bytes; rank 0 reads about 1 GB/s while the other ranks wait
@@ -24,7 +28,7 @@ def check_finite(model: Any, step: int) -> None:
     No later step makes such a weight finite again.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in trained]
+    local = [_own_part(parameter) for parameter in trained]
     not_finite = torch.stack([~torch.isfinite(part.detach()).all() for part in local]).sum()
     count = int(reduce(not_finite, "sum").item())
     if count:
@@ -34,12 +38,31 @@ def check_finite(model: Any, step: int) -> None:
         )
 
 
+def _own_part(parameter: Any) -> torch.Tensor:
+    """What this rank holds of a weight: its part under FSDP2 and ZeRO-3, else all of it."""
+    if hasattr(parameter, "to_local"):
+        parameter = parameter.to_local()
+    part: torch.Tensor = getattr(parameter, "ds_tensor", parameter)
+    return part
+
+
+def record_ranks(path: Path, accelerator: Any, arguments: Any) -> None:
+    """Have a checkpoint say which ranks saved it, before they do. Only rank 0 calls it.
+
+    accelerator: accelerate's; arguments: the Trainer's.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
+    ranks = accelerator.num_processes
+    rows = ranks * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    SavedBy(ranks, rows, reshards=plugin is not None and plugin.fsdp_version == 2).write(path)
+
+
 def finish_checkpoint(path: Path, model: Any, values: bool = False) -> None:
-    """Complete a checkpoint that all ranks have written, and check its keys, sizes and ranks. For rank 0 alone.
+    """Complete a checkpoint that all ranks have written, and check its keys, sizes and ranks. Only rank 0 calls it.
 
     Adds adapter_config.json, which a sharded checkpoint lacks, and gives every file the mode of the umask. `values`
-    also reads the tensors back, up to READ_BACK_LIMIT. Raises KitError for a checkpoint that training could not resume
-    from: hours of training are lost if that is found out at the end.
+    also reads the tensors back, up to READ_BACK_LIMIT. trainer_state.json may be missing yet. Raises KitError for a
+    checkpoint that training could not resume from: hours of training are lost if that is found out at the end.
     """
     adapter = getattr(model, "peft_config", None)
     if adapter:
@@ -48,7 +71,8 @@ def finish_checkpoint(path: Path, model: Any, values: bool = False) -> None:
         file.chmod(files.umask_mode(0o777 if file.is_dir() else 0o666))  # safetensors 0.8 writes 0600
     found = _inspect(path, values)
     # An adapter is untrained at its first save where the learning rate still warms up.
-    problems = [problem.message for problem in found.problems if problem.kind is not ProblemKind.UNTRAINED]
+    accepted = (ProblemKind.UNTRAINED, ProblemKind.UNFINISHED_SAVE)
+    problems = [problem.message for problem in found.problems if problem.kind not in accepted]
     expected = sum("lora_" in name for name, _ in model.named_parameters()) if adapter else 0
     if found.lora_tensors != expected:
         problems.append(f"it holds {found.lora_tensors} of {expected} adapter tensors")
@@ -62,7 +86,7 @@ def finish_checkpoint(path: Path, model: Any, values: bool = False) -> None:
 def _inspect(path: Path, values: bool) -> Inspection:
     world = PartialState().num_processes
     found = inspect(path, world=world)
-    if values and not found.problems and found.bytes < READ_BACK_LIMIT:
+    if values and found.kinds <= {ProblemKind.UNFINISHED_SAVE} and found.bytes < READ_BACK_LIMIT:
         return inspect(path, values=True, world=world)
     return found
 
@@ -70,20 +94,30 @@ def _inspect(path: Path, values: bool) -> Inspection:
 def resume_point(run: RunFolder, say: Callable[[str], None]) -> str | None:
     """The newest complete checkpoint, chosen by rank 0 for all ranks; None: training starts at step 0.
 
-    Incomplete checkpoints that are newer are renamed to incomplete-<step>.
+    Incomplete checkpoints that are newer are renamed to incomplete-<step>. Raises KitError on every rank where a
+    checkpoint is complete, but training cannot resume from it on the ranks of this run: it stays as it is.
     """
-    chosen: list[str | None] = [None]
+    chosen: list[str | KitError | None] = [None]
     if PartialState().is_main_process:
-        chosen = [_newest_complete(run, say)]
+        try:
+            chosen = [_newest_complete(run, say)]
+        except KitError as error:
+            chosen = [error]
     broadcast_object_list(chosen)
+    if isinstance(chosen[0], KitError):
+        raise chosen[0]
     return chosen[0]
 
 
 def _newest_complete(run: RunFolder, say: Callable[[str], None]) -> str | None:
-    checkpoints = run.checkpoints()
+    checkpoints, recipe = run.checkpoints(), run.recipe
     for path in reversed(checkpoints):
-        if complete(path, run.recipe.world_size):
-            say(f"resuming from {path.name}")
+        if reason := _why_not_on(path, recipe):
+            raise KitError(reason)
+        if complete(path, recipe.world_size):
+            saved = SavedBy.read(path)
+            other = saved and saved.ranks != recipe.world_size
+            say(f"resuming from {path.name}" + (f", saved by {count(saved.ranks, 'rank')}" if saved and other else ""))
             return str(path)
         aside = path.with_name(path.name.replace("checkpoint", "incomplete"))
         say(f"{path.name} is not complete: renamed to {aside.name}")
@@ -92,3 +126,29 @@ def _newest_complete(run: RunFolder, say: Callable[[str], None]) -> str | None:
     if checkpoints:
         say("no checkpoint is complete: training starts at step 0")
     return None
+
+
+def _why_not_on(path: Path, recipe: Recipe) -> str:
+    """Why a complete checkpoint cannot be resumed from on the ranks of a recipe; empty where it can."""
+    world, found = recipe.world_size, None
+    with contextlib.suppress(InputError):  # it has no weights
+        found = inspect(path, world=world)
+    if found and ProblemKind.OTHER_RANKS in found.kinds:
+        message = "".join(each.message for each in found.problems if each.kind is ProblemKind.OTHER_RANKS)
+        return f"{message} Set parallel.nodes and parallel.gpus_per_node so, or start a new run."
+    saved = SavedBy.read(path)
+    if not found or not found.complete or not saved or saved.ranks == world:
+        return ""
+    saved_by, here = count(saved.ranks, "rank"), count(world, "rank")
+    if recipe.parallel.strategy != "fsdp2":
+        return (
+            f"{path} was saved under fsdp2 by {saved_by}; on {here} training "
+            "resumes from it only under fsdp2. Set parallel.strategy to fsdp2, or start a new run."
+        )
+    if saved.rows != recipe.batch:
+        return (
+            f"{path} was saved by {saved_by} with {saved.rows} rows in an optimizer step, and on "
+            f"{here} this recipe has {recipe.batch}: training would go on with other rows. Set "
+            f"schedule.micro_batch and schedule.grad_accum so that a step has {saved.rows} rows, or start a new run."
+        )
+    return ""

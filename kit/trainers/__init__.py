@@ -1,1 +1,10 @@
 """Trainers: what each renders for a recipe, its config files and the command that starts the ranks of a node."""
+
+from kit.config.recipe import Recipe
+from kit.trainers import deepspeed, trl
+from kit.trainers.base import Trainer
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    """The trainer of a recipe."""
+    return deepspeed if recipe.parallel.strategy in deepspeed.STAGES else trl

@@ -1,11 +1,12 @@
 """The kit's own trainer, kit.train on TRL: accelerate's config, and accelerate as the launcher of each node."""
 
+import importlib.util
 from pathlib import Path
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.trainers.base import HEAD_ADDRESS, HEAD_PORT, NODE_RANK, Rendering
+from kit.trainers.base import HEAD_ADDRESS, HEAD_PORT, NODE_RANK, Rendering, has_own_packages
 
 CONFIG = "accelerate.yaml"
 FSDP1_SHARDING = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
@@ -14,19 +15,51 @@ FSDP1_SHARDING = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "hybrid": "H
 def check(recipe: Recipe, cluster: Cluster) -> None:
     """Raises InputError for a strategy or method that kit.train does not run, or not on this cluster."""
     parallel = recipe.parallel
-    unsupported = ""
+    if parallel.offload == "nvme":
+        raise InputError("parallel.offload nvme runs with parallel.strategy zero3 only; use cpu, or zero3.")
     if recipe.tuning.method == "qlora":
-        unsupported = "tuning.method qlora"
-    elif parallel.strategy.startswith("zero"):
-        unsupported = f"parallel.strategy {parallel.strategy}"
-    if unsupported:
-        raise InputError(
-            f"{unsupported} can be forecast but not launched: kit.train runs ddp, fsdp1 and fsdp2, full or lora."
-        )
+        _check_qlora(recipe, cluster)
     if parallel.strategy == "fsdp1" and cluster.nodes.gpus == 0:
         raise InputError("parallel.strategy fsdp1 needs GPUs; on a CPU cluster use fsdp2 or ddp.")
-    if parallel.strategy == "fsdp2" and parallel.sharding == "hybrid":
-        raise InputError("parallel.sharding hybrid runs with fsdp1 only; use full or grad_op with fsdp2.")
+    if recipe.schedule.save == "async" and not (parallel.strategy == "fsdp2" and recipe.world_size > 1):
+        raise InputError(
+            "schedule.save async writes the shards of fsdp2 on several ranks; here the weights are not sharded so: set "
+            "schedule.save to sync."
+        )
+    if replicas(recipe) > 1 and parallel.gpus_per_node == 1:
+        raise InputError(
+            "parallel.sharding hybrid shards the model over the ranks of a node, and each node has one: set "
+            "parallel.sharding to full, or parallel.strategy to ddp."
+        )
+
+
+def _check_qlora(recipe: Recipe, cluster: Cluster) -> None:
+    """Raises InputError where QLoRA cannot run: under FSDP1, or without bitsandbytes."""
+    if recipe.parallel.strategy == "fsdp1" and shards(recipe, cluster.nodes.gpus > 0):
+        raise InputError(
+            "tuning.method qlora is not sharded by fsdp1 here: set parallel.strategy to ddp where each GPU holds the "
+            "4-bit model, else to fsdp2."
+        )
+    if has_own_packages(cluster) and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            "tuning.method qlora needs bitsandbytes: pip install bitsandbytes, or set tuning.method to lora."
+        )
+
+
+def shards(recipe: Recipe, on_gpus: bool) -> bool:
+    """Whether FSDP shards the weights.
+
+    accelerate does not use it for a single CPU process. A single GPU has nothing to share: FSDP is used there for full
+    fine-tunes alone, of which it keeps the weights in fp32.
+    """
+    several = recipe.world_size > 1
+    return recipe.parallel.strategy in ("fsdp1", "fsdp2") and (several or (on_gpus and recipe.tuning.method == "full"))
+
+
+def replicas(recipe: Recipe) -> int:
+    """How many copies of the sharded model FSDP2 keeps: with hybrid sharding, one on each node."""
+    parallel = recipe.parallel
+    return parallel.nodes if parallel.strategy == "fsdp2" and parallel.sharding == "hybrid" else 1
 
 
 def render(recipe: Recipe, cluster: Cluster, folder: Path) -> Rendering:
@@ -45,22 +78,30 @@ def launcher(folder: Path) -> tuple[str, ...]:
 
 def render_accelerate(recipe: Recipe, cluster: Cluster) -> str:
     """accelerate's config as YAML. On CPUs accelerate ignores the part for FSDP; kit.train.patches makes it count."""
-    parallel, on_gpus = recipe.parallel, cluster.nodes.gpus > 0
-    sharded = parallel.strategy in ("fsdp1", "fsdp2") and (on_gpus or recipe.world_size > 1)
-    values: dict[str, object] = {
-        "compute_environment": "LOCAL_MACHINE",
+    on_gpus = cluster.nodes.gpus > 0
+    sharded = shards(recipe, on_gpus)
+    own: dict[str, object] = {
         "distributed_type": _distributed_type(sharded, recipe.world_size),
         "mixed_precision": "bf16" if on_gpus else "'no'",  # a bare no is false in YAML
-        "num_machines": parallel.nodes,
+    }
+    lines = yaml_lines(common_values(recipe, on_gpus) | own)
+    if sharded:
+        lines += ["fsdp_config:", *(f"  {line}" for line in yaml_lines(_fsdp(recipe, on_gpus)))]
+    if replicas(recipe) > 1:
+        lines += ["parallelism_config:", *(f"  {line}" for line in yaml_lines(_mesh(recipe)))]
+    return "\n".join(lines) + "\n"
+
+
+def common_values(recipe: Recipe, on_gpus: bool) -> dict[str, object]:
+    """Keys of accelerate's config that every strategy has."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": recipe.parallel.nodes,
         "num_processes": recipe.world_size,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": not on_gpus,
     }
-    lines = _yaml(values)
-    if sharded:
-        lines += ["fsdp_config:", *(f"  {line}" for line in _yaml(_fsdp(recipe, on_gpus)))]
-    return "\n".join(lines) + "\n"
 
 
 def _distributed_type(sharded: bool, world_size: int) -> str:
@@ -71,17 +112,18 @@ def _distributed_type(sharded: bool, world_size: int) -> str:
 
 def _fsdp(recipe: Recipe, on_gpus: bool) -> dict[str, object]:
     parallel = recipe.parallel
+    one_reads = on_gpus and recipe.model.base != "nf4"  # each rank makes its own 4-bit weights: none are sent
     values: dict[str, object] = {
         "fsdp_version": 2 if parallel.strategy == "fsdp2" else 1,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_activation_checkpointing": parallel.activation_checkpointing,
-        "fsdp_offload_params": parallel.offload,
-        "fsdp_cpu_ram_efficient_loading": on_gpus,  # only rank 0 reads the weights
-        "fsdp_sync_module_states": on_gpus,
+        "fsdp_activation_checkpointing": parallel.recomputes,
+        "fsdp_offload_params": parallel.offloads,
+        "fsdp_cpu_ram_efficient_loading": one_reads,  # only rank 0 reads the weights
+        "fsdp_sync_module_states": one_reads,
     }
     if parallel.strategy == "fsdp2":
-        return values | {"fsdp_reshard_after_forward": parallel.sharding == "full"}
+        return values | {"fsdp_reshard_after_forward": parallel.sharding != "grad_op"}
     return values | {
         "fsdp_sharding_strategy": FSDP1_SHARDING[parallel.sharding],
         "fsdp_backward_prefetch": "BACKWARD_PRE",
@@ -89,5 +131,12 @@ def _fsdp(recipe: Recipe, on_gpus: bool) -> dict[str, object]:
     }
 
 
-def _yaml(values: dict[str, object]) -> list[str]:
+def _mesh(recipe: Recipe) -> dict[str, object]:
+    """The mesh of hybrid sharding: gradients are averaged between nodes, and weights are gathered within a node."""
+    sizes = {"dp_replicate": replicas(recipe), "dp_shard": recipe.parallel.gpus_per_node, "tp": 1, "cp": 1}
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+
+
+def yaml_lines(values: dict[str, object]) -> list[str]:
+    """Lines of YAML, one for each key."""
     return [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]

@@ -19,7 +19,8 @@ class Background(Generic[T]):
     def __init__(self, function: Callable[[], T], interval: float) -> None:
         self.value: T | None = None
         self.error: Exception | None = None
-        self._function, self._interval = function, interval
+        self.interval = interval
+        self._function = function
         self._started: float | None = None  # of the call that is under way
         self._answered = 0.0
 
@@ -36,7 +37,7 @@ class Background(Generic[T]):
 
     def refresh(self) -> None:
         """Start a call if one is due. Returns at once."""
-        due = not self.answered or time.monotonic() - self._answered > self._interval
+        due = not self.answered or time.monotonic() - self._answered > self.interval
         if due and self._started is None:
             self._started = time.monotonic()
             threading.Thread(target=self._call, daemon=True).start()

@@ -9,23 +9,30 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from kit import files
 from kit.errors import InputError
+from kit.figures.base import PLOTLY
+from kit.figures.png import static_picture
 from kit.show import Part, Result, in_lab
 from kit.slurm.run import Run
 from kit.watch import panels, picture
 from kit.watch.alerts import Alert, find_alerts, run_command
 from kit.watch.background import short_switch_interval
 from kit.watch.charts import Chart
-from kit.watch.live import CellOutputs
-from kit.watch.panels import View
+from kit.watch.figure import plotly_dict
+from kit.watch.gpu_table import gpu_table
+from kit.watch.hardware import heat_maps
+from kit.watch.live import PICTURE_INTERVAL, CellOutputs, MimeData
 from kit.watch.status import NO_ANSWER, RunStatus, coarse_duration
 from kit.watch.sync import sync
+from kit.watch.view import View
 
 INTERVAL = 0.5  # seconds between looks at the files, and updates of the widget
 START = 0.05  # seconds until the first look, so that the cell that makes a board ends sooner
 FIRST = 0.5  # seconds that JupyterLab waits for the first look
 REST = 0.002  # seconds after each part of a long log, in which cells can run
-STATIC = "static picture, renewed every 10 s: this front end sends no cell id; JupyterLab shows a live view"
+STATIC = "static picture, renewed every 10 s: {}"
+NO_CELL = STATIC.format("this front end sends no cell id; JupyterLab shows a live view")
 _in_cell: dict[str, "Board"] = {}  # by id of the notebook cell; a new board there ends the old one
 
 
@@ -35,26 +42,37 @@ def watch(
     log: Sequence[str] = (),
     also: Sequence[str] = (),
     on_alert: Sequence[str] = (),
+    page: str | Path = "",
 ) -> "Board":
     """A board of a run, or of several runs in the same panels. Returns at once; the last value of a cell shows itself.
 
     A run is a Run, its folder, name or job id, "entity/project/run" on a W&B server, a .wandb file, or a folder with
     W&B logs. What cannot be watched is a sentence on the board. `smooth` is the weight of the past in the moving
     average, 0 to 0.99; `log` are titles of panels with a logarithmic axis; `also` are other logged names to draw;
-    `on_alert` is a command that is run without a shell for each alert, with the alert as its last argument.
+    `on_alert` is a command that is run without a shell for each alert, with the alert as its last argument; `page` is
+    a file that is written anew as an HTML page every ten seconds until the runs have ended.
     """
     if not refs:
         raise InputError("watch() needs a run: its folder, name or job id.")
-    return Board([RunStatus(ref) for ref in refs], View(smooth, list(log)), also, on_alert)
+    return Board([RunStatus(ref) for ref in refs], View(smooth, list(log)), also, on_alert, page)
 
 
 class Board(Result):
     """What runs have logged and how they are doing. A daemon thread reads the files; nothing else holds any state."""
 
-    def __init__(self, runs: Sequence[RunStatus], view: View, also: Sequence[str], on_alert: Sequence[str]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[RunStatus],
+        view: View,
+        also: Sequence[str],
+        on_alert: Sequence[str],
+        page: str | Path = "",
+    ) -> None:
         self.runs, self.view = runs, view
+        self._page, self._page_written = Path(page) if page else None, -math.inf
         self._also, self._on_alert = also, on_alert
         self._alerts: list[tuple[RunStatus, Alert]] = []
+        self._missing = ""  # the package without which there is no live view
         self._failure = self._command_failure = ""  # of the last refresh, and of the user's command
         self._syncing: threading.Thread | None = None
         self._lab = bool(in_lab())
@@ -105,10 +123,10 @@ class Board(Result):
     def _parts(self) -> Iterator[Part]:
         several = len(self.runs) > 1
         yield from (f"{run.title}: {run.line()}" if several else run.line() for run in self.runs)
+        yield from (head.verdict for head in self._headers() if head.verdict)
         yield from (f"! {warning}" for warning in self._warnings())
-        table = picture.table(self._charts())
-        if table.rows:
-            yield table
+        tables = (picture.table(self._charts()), gpu_table(self.runs))
+        yield from (table for table in tables if table.rows)
 
     def svg(self) -> str:
         """The picture of the board now."""
@@ -117,11 +135,36 @@ class Board(Result):
 
     def html(self) -> str:
         """The picture as a page that needs nothing else."""
+        self._settle()
+        return self._html()
+
+    def _html(self) -> str:
+        """The page; while a run goes on, a browser loads it again every ten seconds."""
         title = escape(", ".join(run.title for run in self.runs))
+        over = all(run.over for run in self.runs)
+        again = "" if over else f'<meta http-equiv="refresh" content="{PICTURE_INTERVAL:.0f}">'
         return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            f'</head><body style="margin:24px;background:#fff">\n{self.svg()}\n</body></html>\n'
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{again}<title>{title}</title>'
+            f'</head><body style="margin:24px;background:#fff">\n{self._svg()}\n</body></html>\n'
         )
+
+    def _write_page(self, only_if_due: bool = False) -> None:
+        due = time.monotonic() - self._page_written > PICTURE_INTERVAL
+        if self._page is not None and (due or not only_if_due):
+            self._page_written = time.monotonic()
+            files.write(self._page, self._html())
+
+    def header_of(self, place: int) -> panels.Header:
+        """The header of one run, by its place among the runs."""
+        return panels.header(self.runs[place])
+
+    def charts_of(self, place: int) -> list[Chart]:
+        """The panels of one run, by its place among the runs."""
+        return panels.charts([self.runs[place]], self.view, self._also)
+
+    def warnings(self) -> list[str]:
+        """What is wrong now, as sentences."""
+        return self._warnings()
 
     def charts(self) -> list[Chart]:
         """The panels, in reading order."""
@@ -223,15 +266,27 @@ class Board(Result):
         return [panels.header(run) for run in self.runs]
 
     def _svg(self, note: str = "") -> str:
-        return picture.svg(self._headers(), self._warnings(), self._charts(), note)
+        return picture.svg(self._headers(), self._warnings(), self._charts(), heat_maps(self.runs, self.view), note)
 
-    def _mime_data(self) -> dict[str, Any]:
+    def _mime_data(self) -> MimeData:
         """What a cell shows, from what is known now."""
         static = not self._lab and not all(run.over for run in self.runs)
-        text = "\n".join(str(part) for part in self._parts())
-        return {"image/svg+xml": self._svg(STATIC if static else ""), "text/plain": text}
+        missing = (
+            STATIC.format(f"{self._missing}; pip install anywidget, and restart the kernel") if self._missing else ""
+        )
+        note = missing or (NO_CELL if static else "")
+        text = "\n".join([*map(str, self._parts()), *([note] if note else [])])
+        drawn, metadata = static_picture(self._svg(note), picture.WIDTH)
+        figure = self._figure() if all(run.over for run in self.runs) else {}
+        return {**figure, **drawn, "text/plain": text}, metadata
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def _figure(self) -> dict[str, Any]:
+        """MIME data of the figure of runs that have ended; nothing where they have logged nothing."""
+        charts = [chart for chart in self._charts() if chart.lines]
+        title = ", ".join(run.title for run in self.runs)
+        return {PLOTLY: plotly_dict(title, charts, heat_maps(self.runs, self.view))} if charts else {}
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         self._settle()
         return self._mime_data()
 
@@ -242,6 +297,7 @@ class Board(Result):
             self._look_until_the_end()
         except Exception as error:
             self._failure = f"the board has stopped: {type(error).__name__}: {error}"
+        self._try(self._write_page)
         self._try(self._outputs.close)
         for run in self.runs:
             self._try(run.close)
@@ -277,10 +333,18 @@ class Board(Result):
     def _refresh(self) -> None:
         self._judge()
         if self._outputs.is_live:
-            now = picture.as_json(self._headers(), self._warnings(), self._charts())
+            maps = heat_maps(self.runs, self.view)
+            now = picture.as_json(self._headers(), self._warnings(), self._charts(), maps)
+            now["axes"] = panels.axes(self.runs)
             now["alerts"] = {alert.key: f"{run.title}: {alert.text}" for run, alert in self._alerts}
-            self._outputs.update(now, self.view)
+            try:
+                self._outputs.update(now, self.view)
+            except ImportError as error:
+                self._missing = f"the kernel has no package {error.name}"
+                self._outputs.give_up_live()
         self._outputs.redraw(only_if_due=True)
+        if not any(run.catching_up for run in self.runs):
+            self._write_page(only_if_due=True)
         self._failure = ""
 
     def _judge(self) -> None:

@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kit.figures.base import COLOURS
-from kit.figures.svg import ticks
-from kit.watch.series import Floats, thin
+from kit.figures.palette import BAD, COLOUR_OF, COLOURS
+from kit.figures.svg import GRID, INK, ticks
+from kit.watch.series import Floats
 
-LIMIT, BAD, INK, MUTED, GRID = "#334155", "#dc2626", "#0f172a", "#64748b", "#e2e8f0"
-POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB
-MIN_POINTS = 24  # of each line, however many lines there are; lines with so few points also get dots
+DOTTED = 24  # lines with so few points also get dots
 LEFT, RIGHT, BOTTOM = 62, 22, 38  # margins around the plot, in pixels
 TITLE_Y, LEGEND_ROW = 13, 15  # pixels
 LETTER = 6.2  # mean width of a letter at 11 px, in pixels
@@ -35,15 +33,11 @@ class Line:
     y: Sequence[float] | Floats
     limit: bool = False
     label: str = ""  # the name in the tooltip, where it differs from `name`
-    not_finite: int = 0  # values that are NaN or infinite, where `y` holds only some of them
-
-    def count_not_finite(self) -> int:
-        """How many values are NaN or infinite."""
-        return self.not_finite or int(np.sum(~np.isfinite(np.asarray(self.y, float))))
+    not_finite: int = 0  # values that are NaN or infinite, of which `y` holds some
 
 
 class DrawnLine(NamedTuple):
-    """A line as it is drawn: the points that are left after thinning, its colour and its SVG stroke-dasharray."""
+    """A line as it is drawn: its points, its colour and its SVG stroke-dasharray."""
 
     line: Line
     x: Floats
@@ -73,28 +67,30 @@ class Chart:
     log: bool = False
     smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99
     noisy: bool = True  # False: smoothing is not applied, as the values have no noise
+    hardware: bool = False  # whether it shows machines
 
-    def count_not_finite(self) -> int:
+    @property
+    def not_finite(self) -> int:
         """How many values of all lines are NaN or infinite."""
-        return sum(line.count_not_finite() for line in self.lines)
+        return sum(line.not_finite for line in self.lines)
 
     def drawn(self) -> list[DrawnLine]:
-        """Each line that has points, thinned so that the chart keeps about POINTS in all, with its colour."""
-        budget = max(MIN_POINTS, POINTS // max(1, len(self.lines)))
+        """Each line that has points, with its colour. kit.watch.panels has chosen the points."""
         names = list(dict.fromkeys(line.name for line in self.lines if not line.limit))
         drawn = []
         for line in self.lines:
-            x, y = thin(line.x, line.y, budget)
+            x, y = np.asarray(line.x, float), np.asarray(line.y, float)
             if self.log:
                 keep = ~(y <= 0)  # keeps NaN, which is drawn as a cross
                 x, y = x[keep], y[keep]
             if not len(x):
                 continue
             if line.limit:
-                drawn.append(DrawnLine(line, x, y, LIMIT, LIMIT_DASH))
+                drawn.append(DrawnLine(line, x, y, INK, LIMIT_DASH))
                 continue
             repeat, colour = divmod(names.index(line.name), len(COLOURS))
-            drawn.append(DrawnLine(line, x, y, COLOURS[colour], DASHES[repeat % len(DASHES)]))
+            fixed = COLOUR_OF.get(line.name)
+            drawn.append(DrawnLine(line, x, y, fixed or COLOURS[colour], "" if fixed else DASHES[repeat % len(DASHES)]))
         return drawn
 
     def svg(self, width: int = 470, height: int = 230) -> str:
@@ -106,13 +102,13 @@ class Chart:
             body += _Plot(self, lines, width, height, top).svg()
         else:
             body += _text(width / 2, height / 2, "nothing logged yet")
-        if count := self.count_not_finite():
+        if count := self.not_finite:
             style = f'font-weight="600" fill="{BAD}"'
             body += _text(width - RIGHT, TITLE_Y, f"NaN or infinite: {count:,}", "end", style)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            f'role="img" aria-label="{escape(self.title)}" font-family="sans-serif" font-size="11" fill="{MUTED}">'
-            f'<rect width="{width}" height="{height}" fill="#fff"/>{body}</svg>'
+            f'role="img" aria-label="{escape(self.title)}" font-family="sans-serif" font-size="11" fill="{INK}">'
+            f"{body}</svg>"
         )
 
 
@@ -156,8 +152,8 @@ class _Plot:
             out += _text(LEFT - 6, y + 4, number(value), "end")
         x_ticks = ticks(*self.x_range)
         for value, x in zip(x_ticks, self.x_pixels(np.array(x_ticks)), strict=True):
-            out += f'<path d="M{x:.1f} {self.bottom}v4" stroke="{MUTED}"/>' + _text(x, self.bottom + 16, number(value))
-        out += f'<path d="M{LEFT} {self.bottom}H{self.right}" stroke="{MUTED}"/>'
+            out += f'<path d="M{x:.1f} {self.bottom}v4" stroke="{INK}"/>' + _text(x, self.bottom + 16, number(value))
+        out += f'<path d="M{LEFT} {self.bottom}H{self.right}" stroke="{INK}"/>'
         return out + "".join(self._line(line) for line in self.lines)
 
     def _y_ticks(self) -> Iterator[tuple[float, float]]:
@@ -179,7 +175,7 @@ class _Plot:
             faint = _path(xs, self.y_pixels(line.y), pen, self.top, dotted=False)
             ys = smoothed(line.y, self.chart.smoothing)
         pen = f"{line.stroke} " + ('stroke-width="1" stroke-opacity="0.5"' if self.crowded else 'stroke-width="1.5"')
-        dotted = len(line.x) <= MIN_POINTS and not line.line.limit and not self.crowded
+        dotted = len(line.x) <= DOTTED and not line.line.limit and not self.crowded
         return faint + _path(xs, self.y_pixels(ys), pen, self.top, dotted)
 
 

@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from kit.watch.display import publish
-from kit.watch.panels import View
 from kit.watch.picture import delta
+from kit.watch.view import View
 
 PICTURE_INTERVAL = 10.0  # seconds between pictures, so that the notebook's file always holds a fresh one
 COMPLETE_EVERY = 4  # every fourth update sends a panel with all its points, for a page that has missed an update
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTHING = {"text/plain": ""}
+MimeData = tuple[dict[str, Any], dict[str, Any]]
 
 
 class CellOutputs:
-    """The outputs of one board. `picture` makes MIME data; `on_view` gets the view that a person has chosen."""
+    """The outputs of one board. `picture` makes MIME data with metadata; `on_view` gets the view that was chosen."""
 
-    def __init__(self, picture: Callable[[], dict[str, Any]], on_view: Callable[[View], None]) -> None:
+    def __init__(self, picture: Callable[[], MimeData], on_view: Callable[[View], None]) -> None:
         self._picture, self._on_view = picture, on_view
         self._displays: list[str] = []  # ids of the pictures
         self._live: list[str] = []  # ids of the outputs for the widget
@@ -45,7 +46,7 @@ class CellOutputs:
     def add(self, live: bool) -> None:
         """Show the board in the running cell; `live`: with the widget, which the next update brings."""
         display = uuid.uuid4().hex
-        publish(display, self._picture())
+        publish(display, *self._picture())
         self._displays.append(display)
         self._drawn = time.monotonic()
         if live:
@@ -56,14 +57,14 @@ class CellOutputs:
 
     def show_once(self) -> None:
         """Show the picture in the running cell, where it stays as it is."""
-        publish(uuid.uuid4().hex, self._picture())
+        publish(uuid.uuid4().hex, *self._picture())
 
     def update(self, now: dict[str, Any], view: View) -> None:
         """Send the widget what is new. It is made here, in the board's thread, as its library takes time to load."""
         before, self._sent = self._sent, now
         turn, rest = divmod(next(self._count), COMPLETE_EVERY)
         if self._widget is None:
-            self._widget = _make_widget(lambda: self._sent, asdict(view))
+            self._widget = _make_widget(lambda: delta({}, self._sent), asdict(view))
             self._widget.observe(lambda change: self._on_view(View(**change["new"])), "view")
         else:
             panels = max(1, len(now["panels"]))
@@ -72,13 +73,18 @@ class CellOutputs:
         while self._without_widget:
             publish(self._without_widget.pop(), {WIDGET: view_of_widget} | NOTHING, update=True)
 
+    def give_up_live(self) -> None:
+        """Show only pictures from now on, and a new one at once."""
+        self._live, self._without_widget = [], []
+        self._drawn = -math.inf
+
     def redraw(self, only_if_due: bool = False) -> None:
         """Draw the pictures anew."""
         if only_if_due and time.monotonic() - self._drawn < PICTURE_INTERVAL:
             return
         self._drawn = time.monotonic()
         for display in self._displays:
-            publish(display, self._picture(), update=True)
+            publish(display, *self._picture(), update=True)
 
     def close(self) -> None:
         """Draw the last pictures, and empty the widget's outputs, which cannot be shown without its model."""

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from kit.errors import InputError, KitError
-from kit.slurm.run import Run
 from kit.watch.samples import CHUNK, Reading, SampleFile, parse_sample, parse_wandb_sample
 from kit.watch.series import Floats, Series
-from kit.watch.wandb_log import READ, Kind, Tail, find_logs
+from kit.watch.wandb_log import READ, UNDECODABLE, Kind, Tail, find_logs
 
 NEWEST = READ  # bytes at the end of a long log that are read first
 SEARCH = 5.0  # seconds between searches for new files while there is much to read: a folder may hold many runs
@@ -34,7 +33,6 @@ class Store:
         self.series: dict[Key, Series] = {}
         self.step_name = step_name  # define_metric("*", step_metric=...) in the run changes it
         self.config: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
         self.nodes: dict[str, float] = {}  # host: unix time of its newest sample
         self.first_sample = math.inf  # unix time of the first sample of any node
         self.newest = 0.0  # unix time of the newest row that the training logged
@@ -47,12 +45,14 @@ class Store:
         self._totals: dict[Reading, tuple[float, float]] = {}  # (unix time, GB) of wandb's last sample
 
     def line(self, key: Key, points: int) -> tuple[Floats, Floats]:
-        """Steps and values of about `points` points, with every extreme. Raises InputError for an unknown key."""
-        if key in self.series:
-            return self.series[key].thin(points)
-        known = sorted(name for name in list(self.series) if isinstance(name, str))
-        nearest = "".join(f" Did you mean {name!r}?" for name in difflib.get_close_matches(str(key), known, 1))
-        raise InputError(f"No metric {key!r}.{nearest} Logged so far: {', '.join(known) or 'nothing'}.")
+        """Steps and values of about `points` points, with every extreme."""
+        return self.series[key].thin(points)
+
+    def suggestion(self, name: str) -> str:
+        """What to say of a name that is not logged: the nearest one that is, and all of them."""
+        known = sorted(key for key in list(self.series) if isinstance(key, str))
+        nearest = "".join(f" Did you mean {found!r}?" for found in difflib.get_close_matches(name, known, 1))
+        return f"No metric {name!r}.{nearest} Logged so far: {', '.join(known) or 'nothing'}."
 
     def last(self, key: Key) -> float | None:
         """The newest value, or None."""
@@ -82,8 +82,7 @@ class Store:
     def _steps(self, columns: dict[str, list[bytes]]) -> "array[float]":
         count = len(next(iter(columns.values())))
         if self.step_name in columns:
-            numbers = [_number(text) for text in columns[self.step_name]]
-            steps = array("d", [self._step if number is None else number for number in numbers])
+            steps = array("d", [_finite(text, self._step) for text in columns[self.step_name]])
         elif self.step_name in self.series:
             steps = array("d", [self._step]) * count
         else:
@@ -114,7 +113,7 @@ class Store:
         for sample in samples:
             try:
                 host, moment, readings = sample["host"], float(sample["t"]), parse_sample(sample)
-            except (LookupError, TypeError, ValueError, AttributeError):
+            except UNDECODABLE:
                 invalid += 1
                 continue
             if not self.nodes:
@@ -134,6 +133,8 @@ class Store:
     def add_wandb_sample(self, host: str, values: dict[str, Any]) -> None:
         """Add a sample of wandb's own system metrics, with its `_timestamp`; of totals the rate since the last one."""
         moment, sample = values["_timestamp"], parse_wandb_sample(host, values)
+        if not isinstance(moment, int | float) or not math.isfinite(moment):
+            return
         for reading, level in sample.levels.items():
             self._add(reading, array("d", [moment]), array("d", [level]))
         for reading, total in sample.totals.items():
@@ -149,6 +150,12 @@ def _number(text: bytes) -> float | None:
         return float(text)
     except ValueError:
         return _TRUTH_VALUES.get(text)
+
+
+def _finite(text: bytes, otherwise: float) -> float:
+    """The number in a JSON text, or `otherwise` if it is not a finite number."""
+    number = _number(text)
+    return otherwise if number is None or not math.isfinite(number) else number
 
 
 @dataclass
@@ -191,20 +198,20 @@ class _FileReader:
     def _read_samples(self, node: SampleFile) -> bool:
         try:
             samples = node.poll()
-        except OSError as problem:
+        except (KitError, OSError) as problem:
             self._problem = str(problem)
             return False
         node.damaged += self.store.add_samples(samples)
         return bool(samples)
 
     def _read_log(self, log: _Log) -> bool:
-        before = (log.tail.records, log.tail.damaged)
+        before = log.tail.position  # a record may be longer than one poll
         try:
             for kind, values in log.tail.poll():
                 self._take(log, kind, values)
         except (KitError, OSError) as problem:
             self._problem = str(problem)
-        return before != (log.tail.records, log.tail.damaged)
+        return before != log.tail.position
 
     def _take(self, log: _Log, kind: Kind, values: dict[str, Any]) -> None:
         store = self.store
@@ -214,8 +221,6 @@ class _FileReader:
                 store.add_rows(values)
             case Kind.STATS if not self.nodes:
                 store.add_wandb_sample(log.host, values)
-            case Kind.SUMMARY:
-                store.summary |= values
             case Kind.CONFIG:
                 store.config |= values
             case Kind.METRIC if values.get("glob") == "*":
@@ -246,7 +251,6 @@ class Metrics(Store):
         self.place = Path(place)
         if not self.place.exists():
             raise InputError(f"{place} does not exist; expected a run folder, a folder with W&B logs, or a W&B log.")
-        self.expected_nodes = _expected_nodes(self.place)  # 0 if unknown
         self.run_id = ""
         self._all = _FileReader(self)
         self._newest = _FileReader(Store())  # without files, unless there is much to read
@@ -261,6 +265,11 @@ class Metrics(Store):
     def left(self) -> int:
         """Bytes that are not read yet."""
         return sum(file.left for file in self._all.files)
+
+    @property
+    def end(self) -> Store | None:
+        """What was read of the ends of long files, until all of them is read."""
+        return self._newest.store if self._newest.files else None
 
     @property
     def source(self) -> str:
@@ -290,11 +299,10 @@ class Metrics(Store):
         self.newest = max(self.newest, newest.newest)
         self.exit_code = self.exit_code if newest.exit_code is None else newest.exit_code
         self.nodes |= newest.nodes
-        self.summary |= newest.summary
         return new
 
     def line(self, key: Key, points: int) -> tuple[Floats, Floats]:
-        """Steps and values of about `points` points, with every extreme. Raises InputError for an unknown key."""
+        """Steps and values of about `points` points, with every extreme."""
         newest = self._newest.store.series.get(key)
         if newest is None:
             return super().line(key, points)
@@ -330,10 +338,3 @@ class Metrics(Store):
         for path in self._all.nodes:
             reader.nodes[path] = SampleFile(path, path.stat().st_size - CHUNK)
         return reader
-
-
-def _expected_nodes(folder: Path) -> int:
-    if not (folder / "run.json").is_file():
-        return 0
-    run = Run(folder)
-    return run.recipe.parallel.nodes if run.trains else 0

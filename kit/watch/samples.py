@@ -6,9 +6,14 @@ kit.train.sampler writes one JSON line a second on each node: time `t` (unix), `
 """
 
 import json
+import math
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kit import files
 
 GB, GIB = 1e9, 1 << 30
 CHUNK = 1 << 18  # bytes a poll, about 3 ms of work; a line has 1.5 kB on a node of eight GPUs
@@ -28,9 +33,11 @@ CPU = "cpu"
 def parse_sample(sample: dict[str, Any]) -> dict[Reading, float]:
     """The values of one line of the sampler that are not null.
 
-    Raises LookupError, TypeError, ValueError or AttributeError for anything else.
+    Raises LookupError, TypeError, ValueError, ArithmeticError or AttributeError for anything else.
     """
     host = sample["host"]
+    if not isinstance(host, str) or not math.isfinite(sample["t"]):
+        raise ValueError("a sample has the name of its host and a time")
     values = {Reading(host, CPU, "util"): sample["cpu"], Reading(host, CPU, "mem_gib"): sample["ram_gib"]}
     for traffic in ("net_gb_s", "disk_gb_s"):
         values |= {Reading(host, CPU, f"{traffic}_{way}"): rate for way, rate in (sample[traffic] or {}).items()}
@@ -56,11 +63,13 @@ class SampleFile:
 
     def poll(self) -> list[Any]:
         """The next complete lines, parsed; a line that is still being written is left for later. Raises OSError."""
-        with self.path.open("rb") as stream:
+        with files.open_regular(self.path) as stream:
             self.left = stream.seek(0, os.SEEK_END) - self._offset
             stream.seek(self._offset)
             data = stream.read(CHUNK)
         end = data.rfind(b"\n") + 1
+        if not end and len(data) == CHUNK:
+            return self._skip_long_line()
         lines = data[:end].splitlines()
         if end and self._starts_inside_a_line:
             self._starts_inside_a_line, lines = False, lines[1:]
@@ -68,13 +77,22 @@ class SampleFile:
         self.left -= end
         try:
             return list(json.loads(b"[%b]" % b",".join(lines)))
-        except ValueError:
+        except (ValueError, RecursionError):
             return [sample for line in lines for sample in self._parse(line)]
+
+    def _skip_long_line(self) -> list[Any]:
+        """Go on behind the present chunk, which is a part of one line; no sample is that long."""
+        if not self._starts_inside_a_line:
+            self._starts_inside_a_line = True
+            self.damaged += 1
+        self._offset += CHUNK
+        self.left -= CHUNK
+        return []
 
     def _parse(self, line: bytes) -> list[Any]:
         try:
             return [json.loads(line)]
-        except ValueError:
+        except (ValueError, RecursionError):
             self.damaged += 1
             return []
 
@@ -97,6 +115,15 @@ _TOTALS = {
 }
 
 
+LARGEST = 1e300  # of a value; a larger one has no use as a number of 64 bits
+_GPU = re.compile(r"gpu\.([0-9]{1,4})\.")
+_DISK = re.compile(r"disk\.(.+)\.(?:in|out)")
+# Partitions as the kernel names them: behind a digit with a p (block/partitions/core.c, disk_name).
+_PARTITION = re.compile(r"(.*[0-9])p[0-9]+|(.*[^0-9])[0-9]+")
+# Device mapper (LVM, encryption), software RAID, loop and network copies, and the paths of a multipath NVMe disk.
+_VOLUME = re.compile(r"(?:dm-|md|loop|bcache|drbd|mapper/).*|nvme[0-9]+c[0-9]+n[0-9]+")
+
+
 class WandbSample(NamedTuple):
     """wandb's own sample: `levels` are values, `totals` are GB since the start, whose rate is the reading."""
 
@@ -104,24 +131,45 @@ class WandbSample(NamedTuple):
     totals: dict[Reading, float]
 
 
-def parse_wandb_sample(host: str, values: dict[str, float]) -> WandbSample:
-    """The values of a wandb system metrics record that have a place here.
+def parse_wandb_sample(host: str, values: Mapping[str, Any]) -> WandbSample:
+    """The values of a W&B system metrics record that the board shows; other keys, and texts, are skipped.
 
-    A name that ends in /l:<label> belongs to the node of that label, others to `host`.
+    A name that ends in /l:<label> belongs to the node of that label, others to `host`. The bytes of a disk are also
+    those of its partitions, and of the volumes that are made of disks: they count once.
     """
     sample = WandbSample({}, {})
+    repeated = _repeating_devices(values)
     for full_name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > LARGEST:
+            continue
         name, _, label = full_name.partition("/l:")
         parts = name.split(".")
         kind, node = (parts[0], parts[-1]), label or host
-        is_gpu = parts[0] == "gpu"
         # gpu.process.N repeats gpu.N for the GPUs that the process uses.
-        device = int(parts[1]) if is_gpu and parts[1].isdigit() else CPU
-        if kind in _TOTALS:
+        gpu = _GPU.match(name)
+        device = int(gpu[1]) if gpu else CPU
+        if kind in _TOTALS and name not in repeated:
             reading_name, factor = _TOTALS[kind]
             reading = Reading(node, CPU, reading_name)
             sample.totals[reading] = sample.totals.get(reading, 0.0) + value * factor
-        elif kind in _LEVELS and is_gpu == (device != CPU):
+        elif kind in _LEVELS and (parts[0] == "gpu") == (device != CPU):
             reading_name, factor = _LEVELS[kind]
             sample.levels[Reading(node, device, reading_name)] = value * factor
     return sample
+
+
+def _repeating_devices(values: Iterable[str]) -> set[str]:
+    """The names of totals of disks whose bytes are those of another disk in the same sample."""
+    names = {name.partition("/l:")[0] for name in values}
+    devices = {name: match[1] for name in names if (match := _DISK.fullmatch(name))}
+    present = set(devices.values())
+    disks = {device for device in present if not _VOLUME.fullmatch(device)}
+    repeating = {device for device in present if (match := _PARTITION.fullmatch(device)) and _disk(match) in present}
+    if disks:
+        repeating |= present - disks
+    return {name for name, device in devices.items() if device in repeating}
+
+
+def _disk(partition: "re.Match[str]") -> str:
+    """The disk of a partition: nvme0n1 of nvme0n1p2, sda of sda1."""
+    return partition[1] or partition[2]

@@ -59,6 +59,11 @@ class Series(NamedTuple):
         del self.extremes[keep // BLOCK * 4 :]
         del self.not_finite[bisect_left(self.not_finite, step) :]
 
+    def arrays(self) -> tuple[Floats, Floats]:
+        """Steps and values as they are now."""
+        size = min(len(self.steps), len(self.values))
+        return np.array(self.steps[:size]), np.array(self.values[:size])
+
     def part(self, low: float, high: float) -> "Series":
         """The series from about one step to another, in complete blocks."""
         first, last = bisect_left(self.steps, low) // BLOCK, bisect_left(self.steps, high) // BLOCK + 1

@@ -5,24 +5,34 @@ import shutil
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kit import files
 from kit.errors import InputError, KitError
 from kit.forecast.timing import predict
 from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
+from kit.slurm.states import JobState, Phase, PhaseRecord
 from kit.watch.background import Background
+from kit.watch.maps import Maps
 from kit.watch.metrics import NEWEST, Metrics, Store
 from kit.watch.online import Online
+from kit.watch.samples import CPU, Reading
 from kit.watch.wandb_log import find_logs
 
 STATE_INTERVAL = 10.0  # seconds between questions to Slurm, and looks at the disk
 NO_ANSWER = 30.0  # seconds without an answer after which the board says so and waits no longer
 SILENT = 5.0  # seconds after which a node that samples once a second counts as silent
 STALE = 600.0  # seconds without a byte after which wandb, too, takes a run without an exit record for dead
+PHASES = {
+    Phase.STARTING: "starting",
+    Phase.LOADING: "loading the model",
+    Phase.FIRST_STEP: "first step",
+    Phase.TRAINING: "training",
+    Phase.EVALUATING: "evaluating",
+    Phase.SAVING: "saving a checkpoint",
+}
 
 
 class BoardState(StrEnum):
@@ -55,14 +65,22 @@ class Forecast:
     steps: int = 0
     step_s: float = 0.0
     mfu_per_token_s: float = 0.0  # model FLOPs utilisation (0 to 1) at one token a second of all ranks
+    mfu: float = 0.0
 
 
-class DiskUsage(NamedTuple):
-    """Bytes of the file system of a run."""
-
-    total: int
-    used: int
-    free: int
+def forecast_of(run: Run) -> Forecast:
+    """The forecast for the run's recipe."""
+    if not (run.path / "recipe.toml").is_file():
+        return Forecast()
+    manifest = Path(run.info.get("dataset", ""), "manifest.json")
+    try:
+        recipe = run.recipe
+        found = predict(recipe, run.cluster, files.read_json(manifest) if manifest.is_file() else None).time
+    except KitError:  # such as a family of models that the forecast does not know
+        return Forecast()
+    tokens_per_s = (found.tokens_per_s_per_gpu or 0.0) * recipe.world_size
+    mfu = (found.mfu or 0.0) / tokens_per_s if tokens_per_s else 0.0
+    return Forecast(found.optimizer_steps or 0, found.step_s or 0.0, mfu, found.mfu or 0.0)
 
 
 class RunStatus:
@@ -76,14 +94,17 @@ class RunStatus:
         self.run: Run | None = None
         self.folder: Path | None = None  # None for a run on a server
         self.metrics: Store = Store()
+        self.maps = Maps()
+        self._zoomed = Maps()
+        self.expected_nodes = 0  # 0 if unknown
         self.state: str = BoardState.OPENING
         self.cause = ""
         self.over = False  # nothing more will come
         self.refused = self.problem = self.note = ""
         self.progress = Progress()
-        self.disk: Background[DiskUsage] | None = (
-            None  # in the background, as statvfs never returns on a dead NFS mount
-        )
+        self.forecast = Forecast()
+        self.phase: PhaseRecord | None = None
+        self.disk: Background[Any] | None = None  # its usage; in the background, as statvfs hangs on a dead NFS mount
         self._slurm: Background[RunState] | None = None
 
     @property
@@ -106,6 +127,27 @@ class RunStatus:
         """True while the newest samples may not be read yet."""
         return isinstance(self.metrics, Metrics) and self.metrics.left > NEWEST
 
+    @property
+    def began(self) -> float:
+        """Unix time of the first sample, or else of the first row; 0 before both."""
+        if math.isfinite(self.metrics.first_sample):
+            return self.metrics.first_sample
+        times = self.metrics.series.get("_timestamp")
+        return times.values[0] if times and times.values else 0.0
+
+    def maps_now(self) -> Maps:
+        """The heat maps; while long files are being read, with what is known of their ends."""
+        end = self.metrics.end if isinstance(self.metrics, Metrics) else None
+        return self.maps.joined(end) if end else self.maps
+
+    def maps_between(self, low: float, high: float) -> Maps:
+        """The heat maps of the part between two unix times, with columns as narrow as it allows."""
+        if (self._zoomed.low, self._zoomed.high) != (low, high):
+            self._zoomed = Maps(low, high)
+        zoomed = self._zoomed
+        zoomed.update(self.metrics)
+        return zoomed
+
     def update(self) -> bool:
         """Read what is new, some tens of milliseconds at most. True if there was anything. Never raises."""
         new = False
@@ -114,11 +156,13 @@ class RunStatus:
                 self._open()
             if isinstance(self.metrics, Metrics | Online):
                 new = self.metrics.poll()
+                self.maps.update(self.metrics)
             if not new or self.state == BoardState.OPENING:
                 self._judge()
             if self.disk is not None:
                 self.disk.refresh()
             self.progress = self._progress()
+            self.phase = self.run.state_folder.read_phase() if self.run and not self.over else None
             self.problem = ""
         except InputError as error:
             self.state, self.over, self.refused = BoardState.NO_RUN, True, str(error)
@@ -135,11 +179,13 @@ class RunStatus:
         if isinstance(ref, Run) or not place.exists() or (place / "run.json").is_file():
             self.run = Run.attach(ref)
             place = self.run.path
+            self.expected_nodes = self.run.recipe.parallel.nodes if self.run.trains else 0
+            self.forecast = forecast_of(self.run)
         elif place.is_dir() and not find_logs(place) and not (place / "wandb").is_dir():
             raise InputError(f"{place} is not a run (it has no run.json) and has no wandb folder.")
         self.metrics = Metrics(place.absolute())
         self.folder = folder = place.absolute()
-        self.disk = Background(lambda: DiskUsage(*shutil.disk_usage(folder)), STATE_INTERVAL)
+        self.disk = Background(lambda: shutil.disk_usage(folder), STATE_INTERVAL)
 
     def _judge(self) -> None:
         if self.run is not None:
@@ -177,21 +223,6 @@ class RunStatus:
             self.state = BoardState.RUNNING if logs else BoardState.WAITING
         self.over = self.state in (BoardState.FINISHED, BoardState.FAILED, BoardState.STALE)
 
-    @cached_property
-    def forecast(self) -> Forecast:
-        """The forecast for the run's recipe."""
-        if self.run is None or not (self.run.path / "recipe.toml").is_file():
-            return Forecast()
-        manifest = Path(self.run.info.get("dataset", ""), "manifest.json")
-        try:
-            recipe = self.run.recipe
-            found = predict(recipe, self.run.cluster, files.read_json(manifest) if manifest.is_file() else None).time
-        except KitError:  # such as a family of models that the forecast does not know
-            return Forecast()
-        tokens_per_s = (found.tokens_per_s_per_gpu or 0.0) * recipe.world_size
-        mfu = (found.mfu or 0.0) / tokens_per_s if tokens_per_s else 0.0
-        return Forecast(found.optimizer_steps or 0, found.step_s or 0.0, mfu)
-
     def _progress(self) -> Progress:
         """From the job's own report, else at its pace so far, else as forecast."""
         step = int(self.metrics.last(self.metrics.step_name) or 0)
@@ -226,14 +257,57 @@ class RunStatus:
         facts.append(f"newest row {age} ago" if metrics.newest else "no row yet")
         if progress.seconds_left > 0 and not self.over:
             facts.append(f"about {coarse_duration(progress.seconds_left)} left")
-        facts += self._node_facts() + self._source_facts()
+        facts += self._phase_facts() + self._training_facts() + self._node_facts() + self._source_facts()
         if self._slurm is not None and self._slurm.waiting > NO_ANSWER:
             facts.append(f"no answer about the job for {coarse_duration(self._slurm.waiting)}")
         return " · ".join(facts + [text for text in (metrics.problem, self.problem, self.note) if text])
 
+    def _phase_facts(self) -> list[str]:
+        """What the job does where it does not train: loading, compiling, evaluating, saving."""
+        if self.phase is None or self.state != JobState.RUNNING or self.phase.phase is Phase.TRAINING:
+            return []
+        words = (
+            "compiling" if self.phase.phase is Phase.FIRST_STEP and self.phase.compiles else PHASES[self.phase.phase]
+        )
+        return [f"{words} for {coarse_duration(max(0.0, time.time() - self.phase.since))}"]
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the recipe, or else the GPUs that were sampled; 0 where neither is known."""
+        if self.run is not None and self.run.trains:
+            return self.run.recipe.world_size
+        readings = [key for key in list(self.metrics.series) if isinstance(key, Reading)]
+        return len({(key.host, key.device) for key in readings if key.device != CPU})
+
+    def _training_facts(self) -> list[str]:
+        """Tokens and epochs so far, tokens/s, and MFU as forecast before any is measured."""
+        last, trained = self.metrics.last, self.metrics.series.get("train/loss_tokens")
+        tokens, epoch, rate = last("train/num_tokens"), last("train/epoch"), last("train/tokens_per_s")
+        facts = self._load_facts() if not tokens else []
+        if tokens:
+            labelled = f" ({si(math.fsum(trained.values))} trained on)" if trained and not trained.not_finite else ""
+            facts.append(f"{si(tokens)} tokens{labelled}")
+        if epoch:
+            facts.append(f"epoch {epoch:.2f}")
+        if rate:
+            facts.append(f"{rate:,.0f} tokens/s" + (f" ({rate / self.gpus:,.0f} per GPU)" if self.gpus > 1 else ""))
+        forecast = 0.0 if self.over else self.forecast.mfu
+        mfu = rate * self.forecast.mfu_per_token_s if rate else forecast
+        if mfu:
+            facts.append(f"MFU {mfu:.1%}" + ("" if rate else " forecast"))
+        return facts
+
+    def _load_facts(self) -> list[str]:
+        """How long the base model took to load, and how fast that was."""
+        seconds, size, rate = (self.metrics.last(f"train/base_load_{name}") for name in ("s", "gb", "gb_s"))
+        if seconds is None:
+            return []
+        amount = f" ({size:,.3g} GB, {rate:.3g} GB/s)" if size and rate else ""
+        return [f"base loaded in {coarse_duration(seconds)}{amount}"]
+
     def _node_facts(self) -> list[str]:
         nodes, silent = self.metrics.nodes, self.silent_nodes()
-        expected = self.metrics.expected_nodes if isinstance(self.metrics, Metrics) else 0
+        expected = self.expected_nodes
         if not nodes and not expected:
             return []
         verb = "reported" if self.over else "reporting"
@@ -244,7 +318,7 @@ class RunStatus:
     def _source_facts(self) -> list[str]:
         metrics = self.metrics
         if isinstance(metrics, Online):
-            return [text for text in (metrics.sampled, f"from {metrics.source}") if text]
+            return [text for text in (metrics.sampled, f"from W&B {metrics.path}") if text]
         if not isinstance(metrics, Metrics):
             return []
         left = [f"{metrics.left / 1e6:,.0f} MB still to read"] if self.catching_up else []
@@ -262,6 +336,7 @@ class RunStatus:
             "steps": progress.steps or None,
             "seconds_left": progress.seconds_left if progress.seconds_left > 0 and not self.over else None,
             "newest_row_age_s": time.time() - metrics.newest if metrics.newest else None,
+            "phase": self.phase.phase if self.phase else None,
             "nodes": sorted(metrics.nodes),
             "silent_nodes": self.silent_nodes(),
             "damaged_records": metrics.damaged if isinstance(metrics, Metrics) else 0,
@@ -277,6 +352,14 @@ class RunStatus:
 def _is_online(ref: str) -> bool:
     """Whether it is written as entity/project/run, and is not a path that exists."""
     return ref.count("/") == 2 and not ref.startswith(("/", ".")) and not Path(ref).exists()
+
+
+def si(amount: float) -> str:
+    """An amount in three digits, as people say it: 812, 7.4 M, 1.2 G."""
+    for unit, size in ((" G", 1e9), (" M", 1e6), (" k", 1e4)):
+        if amount >= size:
+            return f"{amount / (1e3 if unit == ' k' else size):.3g}{unit}"
+    return f"{amount:,.0f}"
 
 
 def coarse_duration(seconds: float) -> str:

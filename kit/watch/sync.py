@@ -12,23 +12,24 @@ from pathlib import Path
 import psutil
 
 from kit.errors import InputError, KitError
-from kit.slurm.run import Run
 from kit.watch.wandb_log import find_logs
 
 
-def sync(place: str | Path | Run, echo: Callable[[str], None] = print, timeout: float = 600.0) -> None:
+def sync(place: Path, echo: Callable[[str], None], timeout: float = 600.0) -> None:
     """Upload all segments of the run; `echo` gets each line that `wandb sync` prints.
 
     Raises InputError where there is no log, KitError with the last line where it failed or took over `timeout` seconds.
     """
-    logs = find_logs(place.path if isinstance(place, Run) else Path(place))
+    logs = find_logs(place)
     if not logs:
         raise InputError(f"{place} has no W&B log to sync.")
     folders = [str(log.parent) for log in logs if log.name == logs[-1].name]
     command, line = [sys.executable, "-m", "wandb", "sync", *folders], ""
+    # Neither this process's wandb service, nor its setting to stay offline.
+    environment = {name: os.environ[name] for name in os.environ if name not in ("WANDB_SERVICE", "WANDB_MODE")}
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(command, env=_environment(), text=True, stdout=pipe, stderr=merged) as process:
-        alarm = threading.Timer(timeout, _kill, (process.pid,))
+    with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=merged) as process:
+        alarm = threading.Timer(timeout, _kill, (process,))
         alarm.start()
         for line in process.stdout or ():
             echo(line.rstrip())
@@ -39,15 +40,8 @@ def sync(place: str | Path | Run, echo: Callable[[str], None] = print, timeout: 
         raise KitError(f"wandb sync ended with exit code {process.returncode}: {line.strip()}")
 
 
-def _environment() -> dict[str, str]:
-    """Of a child that finds kit, but not this process's wandb service, nor its setting to stay offline."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])}
-
-
-def _kill(pid: int) -> None:
+def _kill(process: "subprocess.Popen[str]") -> None:
     """Kill the process and its children: wandb's service keeps the output open."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
             one.kill()

@@ -19,15 +19,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kit import files
 from kit.errors import KitError
 
 BLOCK = 32768
 READ = 32 * BLOCK  # bytes a poll: about 20 ms of work, so that the caller can do other things in between
 MAGIC, VERSION = b":W&B\xe1\xbe", 0
+RECORD_LIMIT = 16 << 20  # bytes; a longer record is damaged, so that a log cannot fill the memory
+PART_OVERHEAD = 64  # bytes of memory of a part beyond its payload
 HEADER = struct.Struct("<IHB")
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # chunk types
-HISTORY_FIELD = b"\x12"  # tag of Record.history, field 2
+LONG_NAME = 512  # bytes; longer names of metrics are not kept
 PATIENCE = 30.0  # seconds that zeros may be pages on their way
+UNDECODABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _CHUNK_TYPE = re.compile(rb"[\x01-\x04]")
 HOLE = bytes(64)  # NFS shows pages that have not arrived as zeros; records are text and never hold that many
 _RUN_FOLDER = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
@@ -37,7 +41,6 @@ class Kind(StrEnum):
     """The kinds of records that are decoded."""
 
     HISTORY = "history"  # logged rows
-    SUMMARY = "summary"
     CONFIG = "config"
     STATS = "stats"  # a sample of wandb's own system metrics
     METRIC = "metric"  # define_metric()
@@ -90,14 +93,17 @@ class Tail:
         self.patience = patience
         self._offset = -(-max(0, start) // BLOCK) * BLOCK
         self._parts: list[bytes] = []  # payloads of a record that is not complete
+        self._size = 0  # bytes of memory that they take
         self._hole = -1  # offset of the zeros that are waited for
         self._hole_since = 0.0
 
-    def poll(self) -> list[Record]:
-        """The records in the next READ bytes. Raises KitError if the file is not a W&B log, OSError if unreadable.
+    @property
+    def position(self) -> int:
+        """The byte up to which the log has been read."""
+        return self._offset
 
-        wandb writes a summary with every row; these are merged into one record at the end.
-        """
+    def poll(self) -> list[Record]:
+        """The records in the next READ bytes. Raises KitError if the file is not a W&B log, OSError if unreadable."""
         base, data, age = self._read()
         if len(data) < 7:
             return []
@@ -129,7 +135,7 @@ class Tail:
     def _read(self) -> tuple[int, bytes, float]:
         """(offset of the first byte, which starts a block; the bytes; seconds since the file was written)."""
         try:
-            with self.path.open("rb") as stream:
+            with files.open_regular(self.path) as stream:
                 status = os.fstat(stream.fileno())
                 self.left = max(0, status.st_size - self._offset)
                 base = self._offset - self._offset % BLOCK
@@ -161,10 +167,14 @@ class Tail:
     def _join(self, chunk_type: int, payload: bytes) -> list[bytes]:
         """The record that this chunk completes, if it does."""
         if chunk_type == FIRST:
-            self._parts = []
+            self._parts, self._size = [], 0
         elif not self._parts:
             return []  # its beginning was lost with a damaged chunk
         self._parts.append(payload)
+        self._size += len(payload) + PART_OVERHEAD
+        if self._size > RECORD_LIMIT:
+            self.damaged += 1
+            self._parts = []
         if chunk_type != LAST:
             return []
         record, self._parts = b"".join(self._parts), []
@@ -172,65 +182,30 @@ class Tail:
 
     def _decode(self, records: list[bytes]) -> list[Record]:
         self.records += len(records)
-        batch = _Batch()
+        found: list[Record] = []
         for record in records:
             try:
-                batch.add(record)
-            except (ValueError, LookupError, TypeError, AttributeError):
+                _add(found, record)
+            except UNDECODABLE:
                 self.damaged += 1
-        return batch.finish()
+        return found
 
 
-class _Batch:
-    """Decodes the records of one poll: joins rows of the same names, and merges summaries.
+def _add(found: list[Record], record: bytes) -> None:
+    """Decode one record; a row joins the rows before it that have the same names.
 
-    The SDK writes each row with a summary before it that has the same items; of a series of rows with the same names
-    only the items of the last one count for the summary, so only that one is decoded.
+    Raises one of UNDECODABLE if it is damaged.
     """
-
-    def __init__(self) -> None:
-        self.found: list[Record] = []
-        self.columns: dict[str, list[bytes]] = {}  # of the newest HISTORY record
-        self.summary: dict[str, bytes] = {}  # JSON texts
-        self.last_summary = b""  # of the row before
-        self.next_summary = b""  # of the row that comes
-
-    def add(self, record: bytes) -> None:
-        """Decode one record. Raises ValueError, LookupError, TypeError or AttributeError if it is damaged."""
-        head = _ROW.match(record)
-        if head is None:
-            self._add_other(record)
-        elif head[1] == HISTORY_FIELD:
-            self._add_row(_items(record, head))
-        elif b"_step\x82\x01" in record:
-            self.next_summary = record
-        elif b"\x06_wandb" not in record:  # that one holds only the seconds since the start, and comes with every row
-            self.summary |= _summary(record)
-
-    def _add_row(self, row: dict[str, bytes]) -> None:
-        if row.keys() == self.columns.keys():
-            for name, text in row.items():
-                self.columns[name].append(text)
-        else:
-            self.columns = {name: [text] for name, text in row.items()}
-            self.found.append(Record(Kind.HISTORY, self.columns))
-            self.summary |= _summary(self.last_summary)
-        self.last_summary = self.next_summary
-
-    def _add_other(self, record: bytes) -> None:
-        for other in decode(record):
-            if other.kind == Kind.SUMMARY:
-                self.summary |= _summary(self.last_summary) | other.values
-                self.last_summary = b""
-            else:
-                self.found.append(other)
-                self.columns = {}
-
-    def finish(self) -> list[Record]:
-        """All records, and the summary that they make as the last one."""
-        self.summary |= _summary(self.last_summary) | _summary(self.next_summary)
-        summary = [Record(Kind.SUMMARY, _parse_values(self.summary.items()))] if self.summary else []
-        return self.found + summary
+    head = _ROW.match(record)
+    if head is None:
+        found += _decode(record)
+        return
+    row = _items(record, head)
+    if found and found[-1].kind == Kind.HISTORY and found[-1].values.keys() == row.keys():
+        for name, text in row.items():
+            found[-1].values[name].append(text)
+    else:
+        found.append(Record(Kind.HISTORY, {name: [text] for name, text in row.items()}))
 
 
 def _chunk_end(data: bytes, at: int) -> int:
@@ -260,13 +235,15 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while (byte := message[at]) & 0x80:
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")
         value |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7
     return value | byte << shift, at + 1
 
 
-# A row or its summary, which is nearly all of a log: Record.num, then field 2 or 3 and its size.
-_ROW = re.compile(rb"\x08[\x80-\xff]*[\x00-\x7f]([\x12\x1a])[\x80-\xff]*[\x00-\x7f]")
+# A row: Record.num, then Record.history, field 2, and its size.
+_ROW = re.compile(rb"\x08[\x80-\xff]*[\x00-\x7f](\x12)[\x80-\xff]*[\x00-\x7f]")
 # An item: a key, field 1, or the parts of a nested one, fields 2, and its JSON text, field 16, whose tag ends the key.
 # No JSON holds control characters, so there are as many items as tags, unless sizes take three bytes or look like one.
 _SIZE = rb"[\x80-\xff]?[\x00-\x7f]"
@@ -282,21 +259,24 @@ def _items(record: bytes, head: "re.Match[bytes]") -> dict[str, bytes]:
     return dict(_pairs(record[start : start + size], 1))
 
 
-def _summary(record: bytes) -> dict[str, bytes]:
-    head = _ROW.match(record)
-    return _items(record, head) if head else {}
+def _name(item: bytes) -> str:
+    """The parts of a nested key are joined by dots, as the W&B app shows them."""
+    return _short_name(item) if len(item) < LONG_NAME else _joined(item)
 
 
 @lru_cache(4096)
-def _name(item: bytes) -> str:
-    """The parts of a nested key are joined by dots, as the W&B app shows them."""
+def _short_name(item: bytes) -> str:
+    return _joined(item)
+
+
+def _joined(item: bytes) -> str:
     return b".".join(part for field, part in _fields(item) if field in (1, 2)).decode(errors="replace")
 
 
 def _pairs(message: bytes, number: int) -> Iterator[tuple[str, bytes]]:
     """(name, JSON text) of the items in the field of that number."""
     for item in (item for field, item in _fields(message) if field == number):
-        yield _name.__wrapped__(item), dict(_fields(item)).get(16, b"null")
+        yield _joined(item), dict(_fields(item)).get(16, b"null")
 
 
 def _parse_values(pairs: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
@@ -322,22 +302,17 @@ def _exit(message: bytes) -> dict[str, Any]:
     return {"exit_code": code - (1 << 64) if code >> 63 else code}
 
 
-RUN_FIELDS = {1: "id", 2: "entity", 3: "project", 13: "host"}
 _KINDS: dict[int, tuple[Kind, Callable[[bytes], dict[str, Any]]]] = {
     2: (Kind.HISTORY, lambda message: {name: [text] for name, text in _pairs(message, 1)}),
-    3: (Kind.SUMMARY, lambda message: dict(_pairs(message, 1))),
     5: (Kind.CONFIG, lambda message: _parse_values(_pairs(message, 1))),
     7: (Kind.STATS, lambda message: {"_timestamp": _time(message)} | _parse_values(_pairs(message, 3))),
     12: (Kind.METRIC, lambda message: _texts(message, {2: "glob", 4: "step"})),
-    17: (
-        Kind.RUN,
-        lambda message: _texts(message, {1: "id", 2: "entity", 3: "project", 13: "host"}) | _config(message),
-    ),
+    17: (Kind.RUN, lambda message: _texts(message, {1: "id", 3: "project", 13: "host"}) | _config(message)),
     18: (Kind.EXIT, _exit),
 }
 
 
-def decode(record: bytes) -> list[Record]:
-    """The record as Records of the kinds that are read here; a summary as JSON texts."""
+def _decode(record: bytes) -> list[Record]:
+    """The record, if it is of a kind that is read here."""
     known = [(*_KINDS[field], message) for field, message in _fields(record) if field in _KINDS]
     return [Record(kind, read(message)) for kind, read, message in known]

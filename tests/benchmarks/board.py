@@ -136,24 +136,75 @@ def tick():
     }
 
 
-def updates():
-    """Bytes of what is sent each second for 64 GPUs of 8 nodes, after ten minutes of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        hosts = [f"node{i}" for i in range(8)]
-        Path(folder, "nodes").mkdir()
-        Path(folder, "wandb").mkdir()
-        for second in range(600):
-            test_browser.sample(Path(folder), hosts, 1e9 + second)
-        status, sizes, before = RunStatus(folder), [], {"panels": []}
-        for second in range(600, 660):
-            test_browser.sample(Path(folder), hosts, 1e9 + second)
-            while status.update():
-                pass
-            now = {"panels": [picture.chart_as_json(chart) for chart in panels.charts([status], panels.View())]}
-            anew = second // 4 % len(now["panels"]) if second % 4 == 0 else -1
-            sizes.append(len(json.dumps(picture.delta(before, now, anew))) / 1e3)
-            before = now
-        return {"first_update_kb": round(sizes[0], 1), "update_kb": spread(sizes[1:])}
+def write_day(folder, hosts=8, gpus=8, seconds=86_400):
+    """Samples of so many nodes at 1 Hz until now, of which one GPU is slow in the last third, and a log of the rows."""
+    folder.mkdir()
+    (folder / "nodes").mkdir()
+    (folder / "wandb").mkdir()
+    test_board.log(folder, test_board.steps(1, 3000))
+    test_board.cut_exit_record(folder)
+    start = time.time() - seconds
+    for host in range(hosts):
+        readings = [{"util": 41.0, "power_w": 260.0} if host == hosts - 1 and slow else {} for slow in (False, True)]
+        ends = [test_board.line(f"node{host}", 0.0, gpus, **changed).partition(",")[2] for changed in readings]
+        with (folder / "nodes" / f"node{host}.jsonl").open("w") as stream:
+            for second in range(seconds):
+                stream.write(f'{{"t": {start + second:.3f},{ends[second > 2 * seconds / 3]}\n')
+
+
+def feed(folder, hosts=8, gpus=8):
+    """Samples of now, once a second; a process that goes on until it is terminated."""
+    names = [f"node{host}" for host in range(hosts)]
+    code = (
+        "import time\nfrom pathlib import Path\nfrom tests.watch import test_browser\n"
+        f"while True:\n    test_browser.sample(Path({str(folder)!r}), {names}, time.time())\n    time.sleep(1)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def day_of_64_gpus(seconds=86_400):
+    """A day of 64 GPUs that is there already: first paint, bytes of the updates, and the event loop meanwhile."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "run")
+        write_day(folder, seconds=seconds)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        process = feed(folder)
+        manager, client = start_new_kernel()
+        try:
+            ask(client, BEAT, "1")
+            time.sleep(5)
+            idle, start = late(client, "2"), time.perf_counter()
+            ask(client, f"board = kit.watch.board.watch({str(folder)!r}); board", "3")
+            hear(client, drawn)
+            painted = time.perf_counter() - start
+            read_after, sizes = None, []
+            end = time.perf_counter() + 150
+            while time.perf_counter() < end:
+                message = client.get_iopub_msg(timeout=60)
+                data = message["content"].get("data", {})
+                state = data.get("state", {}) if message["msg_type"] == "comm_msg" else {}
+                if "delta" in state:
+                    sizes.append(len(json.dumps(state)) / 1e3)
+                    reading = "still to read" in state["delta"]["runs"][0]["status"]
+                    read_after = read_after or (None if reading else time.perf_counter() - start)
+                    end = min(end, start + 20 + (read_after or 1e9))
+            busy = late(client, "4")
+            ask(client, "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)", "5")
+            memory = hear(client, lambda m: m["msg_type"] == "stream")["content"]["text"]
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+            process.terminate()
+            process.wait()
+    return {
+        "files_mb": size // 1_000_000,
+        "first_paint_s": round(painted, 2),
+        "read_after_s": round(read_after or -1, 1),
+        "update_kb": spread(sizes),
+        "event_loop_late_ms": busy,
+        "event_loop_late_ms_undisturbed": idle,
+        "peak_memory_mb": int(memory) // 1000,
+    }
 
 
 def notebook():
@@ -234,7 +285,7 @@ def main(*wanted):
         ("log_of_100k_rows", lambda: long_log(100_000)),
         ("log_of_1m_rows", lambda: long_log(1_000_000)),
         ("tick_20_series_1m_points", tick),
-        ("updates_64_gpus", updates),
+        ("day_of_64_gpus", day_of_64_gpus),
         ("executed_notebook", notebook),
         ("sigkill", killed),
         ("silent_server", silent_server),

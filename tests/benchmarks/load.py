@@ -7,10 +7,12 @@ noisy machine. Optional loaders take part where they are installed; orbax has an
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from kit.checkpoints import pagecache
-from kit.checkpoints import processes as ranks
 from kit.checkpoints.saving import time_saves
 from kit.checkpoints.storage import mount
 from kit.checkpoints.timing import time_load
@@ -60,7 +61,8 @@ def orbax(folder: Path, repeats: int) -> dict[str, Any]:
         "wanted = sum(a.nbytes for a in tree.values()); s = time.perf_counter() - begun;"
         "print(json.dumps({'s': s, 'wanted': wanted, 'device': pagecache.device_bytes() - before, 'residency': cold}))"
     )
-    rows = [ranks.run_ranks(("-c", code, str(folder)), 1)[0] for _ in range(repeats)]
+    command = [sys.executable, "-c", code, str(folder)]
+    rows = [json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) for _ in range(repeats)]
     rates = [row["wanted"] / 1e9 / row["s"] for row in rows]
     return {"gb_s": statistics.median(rates), "gb_s_range": (min(rates), max(rates)), "samples": rows}
 

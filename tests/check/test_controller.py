@@ -55,14 +55,14 @@ def named(found, name):
     return one
 
 
-def test_a_reason_may_hold_anything_and_values_may_hold_spaces():
+def test_reasons_have_any_text_and_values_have_spaces():
     by_name = {record["NodeName"]: record for record in parse_records(NODES)}
     assert by_name["g3"]["Reason"] == "bad DIMM, slot=12 [root@2026-11-28T08:13:55]"
     assert (by_name["g1"]["OS"], by_name["g1"]["Gres"]) == ("Linux 5.14.0 #1 SMP Thu Apr 6", "gpu:h100:8(S:0-1)")
     assert parse_records("No nodes in the system\n") == []
 
 
-def test_what_slurm_says_is_told_with_nodes_that_are_out_and_why(recorded):
+def test_findings_list_unavailable_nodes_with_reasons(recorded):
     found = detect(Cluster("x", Nodes(count=2, gpus=8), slurm=Slurm("gpu", "gpu:h100:8", "24:00:00")))
     assert [f for f in found if f.problem] == []
     assert named(found, "Slurm").value == "24.05.3"
@@ -90,18 +90,18 @@ def test_what_slurm_says_is_told_with_nodes_that_are_out_and_why(recorded):
         (Slurm("gpu"), 3, "the profile says 3: lower nodes.count, or ask why nodes are out"),
     ],
 )
-def test_a_profile_that_slurm_would_refuse_is_told_so(recorded, slurm, count, words):
+def test_a_profile_that_slurm_would_reject_is_a_problem(recorded, slurm, count, words):
     assert words in [f.problem for f in detect(Cluster("x", Nodes(count=count), slurm=slurm))]
 
 
-def test_no_slurm_is_a_problem_only_for_a_profile_that_wants_one(tmp_path, monkeypatch):
+def test_a_missing_slurm_is_a_problem_only_with_a_partition(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     (found,) = detect(Cluster("x"))
     assert found.value == "does not answer: scontrol is not installed here" and not found.problem
     assert detect(Cluster("x", slurm=Slurm("gpu")))[0].problem
 
 
-def test_a_node_in_no_partition_is_left_out(recorded, tmp_path):
+def test_nodes_outside_of_partitions_are_ignored(recorded, tmp_path):
     """Slurm 22.05 and later print Partitions only for nodes that are in one: api/node_info.c."""
     outside = "NodeName=x1 Gres=(null) CPUTot=8 RealMemory=16000 State=IDLE\n"
     (tmp_path / "node.said").write_text(NODES + outside)
@@ -114,7 +114,7 @@ def node(name, gres):
     return f"NodeName={name} Gres={gres} CPUTot=64 RealMemory=256000 State=IDLE Partitions=gpu\n"
 
 
-def test_the_smallest_node_is_the_one_with_fewest_gpus_not_the_first_by_alphabet(recorded, tmp_path):
+def test_the_smallest_node_has_the_fewest_gpus(recorded, tmp_path):
     (tmp_path / "node.said").write_text(node("big", "gpu:a100:16") + node("small", "gpu:a100:8"))
     facts = named(detect(Cluster("x", slurm=Slurm("gpu"))), "node count").facts
     assert (facts["nodes.gpus"], facts["slurm.gres"]) == (8, "gpu:a100:8")

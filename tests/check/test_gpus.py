@@ -43,7 +43,7 @@ def stand_in(folder, name, script):
     (folder / name).chmod(0o755)
 
 
-def test_nvlink_between_every_pair_is_read_off_the_matrix():
+def test_nvlink_between_all_pairs_is_read_from_the_matrix():
     near = gpus.read_topology(DGX)
     assert gpus.count_connections(near) == {"NV18": 28}
     assert near["GPU5"]["mlx5_5"] == "PXB" and near["GPU5"]["mlx5_0"] == "SYS" and near["GPU0"]["GPU0"] == "X"
@@ -57,7 +57,7 @@ def test_nvlink_between_every_pair_is_read_off_the_matrix():
     )
 
 
-def test_pcie_over_two_sockets_is_read_off_the_matrix():
+def test_pcie_over_two_sockets_is_read_from_the_matrix():
     near = gpus.read_topology(TWO_SOCKETS)
     assert gpus.count_connections(near) == {"SYS": 28}
     assert near["GPU6"]["mlx5_1"] == "PHB" and near["GPU7"]["NUMA node"] == "1"
@@ -66,20 +66,20 @@ def test_pcie_over_two_sockets_is_read_off_the_matrix():
     assert gpus.slowest_link(near, 5, 16) == {"kind": "pcie5", "gb_s": 63.0}
 
 
-def test_a_matrix_of_one_gpu_or_of_none_has_no_pairs():
+def test_a_matrix_of_at_most_one_gpu_has_no_pairs():
     one = gpus.read_topology("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t\t0\t\tN/A\n")
     assert gpus.describe(one) == "GPU0: NUMA node 0, CPUs ?"
     assert gpus.read_topology("") == {}
 
 
-def test_gpus_have_the_memory_that_programs_get(tmp_path, monkeypatch):
+def test_gpu_memory_is_what_programs_can_use(tmp_path, monkeypatch):
     (tmp_path / "topo").write_text(DGX)
     rows = "NVIDIA H100 80GB HBM3, 81559, 551, 5, 16\\n" * 8  # so that 79.1 GiB are left, as in probe_h100x4.json
     stand_in(tmp_path / "bin", "nvidia-smi", f"[ $1 = topo ] && exec cat {tmp_path}/topo\nprintf '{rows}'")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     found, topology = gpus.find_gpus()
     assert found.value == "8 x NVIDIA H100 80GB HBM3, 79.1 GiB each" and not found.problem
-    assert found.facts["nodes.gpu_memory_gib"] == 79.1
+    assert (found.facts["nodes.gpu_memory_gib"], found.facts["nodes.gpu_bf16_tflops"]) == (79.1, 989.0)
     assert topology.facts["links.intra"]["gb_s"] == 450.0
     (tmp_path / "topo").write_text("")  # an old driver, a container
     assert [f.facts.get("links.intra") for f in gpus.find_gpus()] == [None, None]

@@ -16,7 +16,7 @@ def small(monkeypatch):
     monkeypatch.setattr(mounts, "SIZE", 16 << 20)
 
 
-def test_mounts_are_named_by_kind_and_the_profiles_are_measured(tmp_path, small):
+def test_mounts_are_listed_by_kind_and_those_of_the_profile_are_measured(tmp_path, small):
     table = (
         f"/dev/sda1 / ext4 rw 0 0\nfiler:/vol/a {tmp_path} nfs4 rw,vers=4.2 0 0\n"
         f"/mnt/a:/mnt/b {tmp_path}/absent\\040pool fuse.mergerfs rw 0 0\nbeegfs_nodev {tmp_path}/none beegfs rw 0 0\n"
@@ -33,7 +33,7 @@ def test_mounts_are_named_by_kind_and_the_profiles_are_measured(tmp_path, small)
     assert list(tmp_path.glob(".trial*")) == []
 
 
-def test_a_link_leads_to_the_mount_behind_it(tmp_path, small):
+def test_symbolic_links_are_followed_to_their_mount(tmp_path, small):
     (tmp_path / "pool").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "pool")
     table = f"root / ext4 rw 0 0\nfiler:/a {tmp_path / 'pool'} nfs rw 0 0\n"
@@ -41,13 +41,13 @@ def test_a_link_leads_to_the_mount_behind_it(tmp_path, small):
     assert found[0].name == f"mount {tmp_path / 'pool'}"
 
 
-def test_a_mount_that_the_profile_names_and_that_is_not_there_is_a_problem(tmp_path, small):
+def test_a_missing_mount_of_the_profile_is_a_problem(tmp_path, small):
     *_, gone = mounts.find_mounts(Cluster("x", storage={"pool": Storage(str(tmp_path / "pool"))}))
     assert (gone.name, gone.value) == ("storage pool", f"{tmp_path / 'pool'} is not there")
     assert gone.problem == "mount it, or correct [storage] of the profile"
 
 
-def test_a_full_disk_is_a_problem_and_is_not_filled_further(tmp_path, monkeypatch):
+def test_a_full_disk_is_a_problem_and_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(mounts, "SIZE", 1 << 60)
     found = mounts.find_mounts(Cluster("x", paths=Paths(str(tmp_path))))
     runs = next(f for f in found if "runs" in f.value)
@@ -60,7 +60,7 @@ def test_a_profiles_storage_keeps_its_name(tmp_path, small):
     assert not [key for key in runs.facts if key.startswith("storage.")]
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem_with_a_way_out(tmp_path, small):
+def test_a_read_only_folder_is_a_problem_with_advice(tmp_path, small):
     (tmp_path / "file").write_text("")
     found = mounts.find_mounts(
         Cluster("x", paths=Paths(str(tmp_path / "file" / "runs"))), f"root / ext4 rw 0 0\ndisk {tmp_path} ext4 rw 0 0\n"
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem_with_a_way_out(tmp_path, s
     assert found[0].problem == f"{tmp_path / 'file'}: Not a directory; set another path"
 
 
-def test_a_mount_that_does_not_answer_is_left_alone(monkeypatch):
+def test_a_mount_that_does_not_answer_is_not_measured(monkeypatch):
     with pytest.raises(TimeoutError):
         within(0.05, time.sleep, 0.5)
     assert within(5, sum, [1, 2]) == 3

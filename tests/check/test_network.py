@@ -43,7 +43,7 @@ def ethernet(tmp_path):
     return lambda **settings: network.find_networks(Cluster("x", environment=settings), tmp_path, own)
 
 
-def test_nccl_should_use_the_fastest_interface_that_has_an_address(ethernet):
+def test_nccl_should_use_the_fastest_interface_with_an_address(ethernet):
     found, nccl = ethernet()
     assert "eno2" not in found.value and "bond0 10.0.0.1 200 Gb/s" in found.value
     assert nccl.facts == {
@@ -64,7 +64,7 @@ def test_the_profiles_interface_is_compared_with_what_is_up(ethernet, wanted, pr
     assert ethernet(NCCL_SOCKET_IFNAME=wanted)[1].problem == problem
 
 
-def test_active_rdma_ports_are_what_nccl_takes(tmp_path):
+def test_nccl_uses_active_rdma_ports(tmp_path):
     interface(tmp_path, "eth0", 25_000)
     for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
         port = tmp_path / "infiniband" / name / "ports" / "1"
@@ -79,7 +79,7 @@ def test_active_rdma_ports_are_what_nccl_takes(tmp_path):
     assert "leaves 2 RDMA ports unused" in off.problem
 
 
-def test_what_cannot_be_reached_names_the_offline_settings_and_is_no_problem(closed, monkeypatch):
+def test_unreachable_hosts_name_the_offline_settings_and_are_not_a_problem(closed, monkeypatch):
     hub, wandb = network.find_hosts()
     assert hub.value == (
         "127.0.0.1 is not reached (Connection refused): fetch on the login node; the kit sets HF_HUB_OFFLINE=1 in jobs"

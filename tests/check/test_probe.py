@@ -23,7 +23,7 @@ def free_port():
         return one.getsockname()[1]
 
 
-def test_what_four_h100s_gave_becomes_part_of_the_profile(tmp_path):
+def test_rates_of_four_h100s_become_part_of_the_profile(tmp_path):
     """The file: matmul 716 to 755 of 989 TFLOP/s, slowest link 304.5 of 450 GB/s, 11.6 microseconds a launch."""
     found = probe.apply(json.loads(TRUTH.read_text()), H100)
     assert found.nodes.gpu_efficiency == pytest.approx((718.2 + 743.0) / 2 / 989, abs=0.001)
@@ -35,7 +35,7 @@ def test_what_four_h100s_gave_becomes_part_of_the_profile(tmp_path):
     assert Cluster.load(path) == found
 
 
-def test_a_link_that_beats_its_profile_corrects_it():
+def test_a_link_above_its_profile_corrects_it():
     slow = Cluster("h100", H100.nodes, Links(Link("pcie5", 50.0)))
     found = probe.apply(json.loads(TRUTH.read_text()), slow).links.intra
     assert (found.kind, found.efficiency) == ("pcie5", 1.0)
@@ -49,12 +49,12 @@ def test_a_link_far_below_its_profile_corrects_it():
     assert found.gb_s * found.efficiency == pytest.approx(304.5, abs=0.1)
 
 
-def test_a_probe_of_another_machine_is_refused(local):
+def test_a_probe_of_another_machine_is_an_error(local):
     with pytest.raises(InputError, match="ran on NVIDIA H100 80GB HBM3, and local has nodes"):
         probe.apply(json.loads(TRUTH.read_text()), local)
 
 
-def test_two_local_ranks_find_what_they_have(tmp_path, local):
+def test_two_local_ranks_measure_their_rates(tmp_path, local):
     out = tmp_path / "found.json"
     env = os.environ | {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),

@@ -15,7 +15,7 @@ FACTS = {
 }  # fmt: skip
 
 
-def test_what_a_person_wrote_stays_with_its_comments():
+def test_existing_keys_and_comments_are_kept():
     written = (
         '# Ours\nname = "ours"\n\n[nodes]  # rack 4\ngpus = 8  # one is away\n[links]\nintra = { kind = "pcie5" }\n'
     )
@@ -39,7 +39,7 @@ def test_every_shipped_profile_can_be_filled(path):
     assert Cluster.load("c.toml").nodes.count == Cluster.load(path).nodes.count
 
 
-def test_another_file_is_never_overwritten(tmp_path):
+def test_other_files_are_never_overwritten(tmp_path):
     (tmp_path / "a.toml").write_text('name = "a"\n')
     for base in (None, REPOSITORY / "env/clusters/local.toml"):
         with pytest.raises(InputError, match=r"a\.toml exists, and is not the profile that is checked"):

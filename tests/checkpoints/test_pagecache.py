@@ -29,7 +29,7 @@ def device_bytes_of_reading(path: Path) -> int:
     return pagecache.device_bytes() - before
 
 
-def test_an_evicted_file_comes_from_the_device_and_then_from_memory(file):
+def test_an_evicted_file_is_read_from_the_device_and_then_from_memory(file):
     assert pagecache.residency([file]) < 0.01
     assert device_bytes_of_reading(file) > 0.95 * SIZE
     assert pagecache.residency([file]) == 1
@@ -42,7 +42,7 @@ def test_dirty_pages_are_written_out_and_then_evicted(file):
     assert pagecache.residency([file]) < 0.01
 
 
-def test_warming_brings_every_page_in(file):
+def test_warming_reads_every_page_into_memory(file):
     pagecache.warm([file])
     assert pagecache.residency([file]) == 1
 

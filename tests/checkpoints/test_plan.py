@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kit.checkpoints.plan import (
     IO_PATTERNS,
     Bound,
-    SaveInputs,
     SavePlan,
     best_interval,
     plan_for_recipe,
@@ -29,16 +28,12 @@ from tests.conftest import REPOSITORY
 HOUR = 3600
 
 
-def plan(**inputs: float) -> SavePlan:
-    return plan_saves(SaveInputs(**inputs))
-
-
 # Llama 3's failure rate gives 64 GPUs 792 h between failures and 16,384 GPUs 3.09 h; minutes by Young's sqrt(2 C M).
 @pytest.mark.parametrize(("gpus", "write_s", "minutes", "waste"), [
     (64, 14, 149, 0.0031), (64, 98, 394, 0.0083), (1024, 98, 98.5, 0.033), (16384, 14, 9.3, 0.050),
 ])  # fmt: skip
-def test_youngs_interval_is_met_where_it_holds(gpus, write_s, minutes, waste):
-    found = plan(checkpoint_gb=write_s * 10, write_gb_s=10, gpus=gpus)
+def test_the_interval_equals_youngs_where_his_formula_holds(gpus, write_s, minutes, waste):
+    found = plan_saves(checkpoint_gb=write_s * 10, write_gb_s=10, gpus=gpus)
     assert found.bound == "Young/Daly"
     assert found.interval_s / 60 == pytest.approx(minutes, rel=0.02)
     assert found.waste == pytest.approx(waste, rel=0.02)
@@ -90,71 +85,48 @@ def test_no_interval_is_expected_to_waste_two_percent_less(cost, mtbf, restart, 
     assert 1 - useful_part(mine, cost, mtbf, restart, limit) <= 1.02 * least
 
 
-def test_the_bound_that_won_is_named():
+def test_the_deciding_bound_is_named():
     # one GPU pair fails once in 25,000 h: only the limit of 1 h less 300 s counts, less one write and a millisecond
-    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=HOUR)
+    found = plan_saves(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=HOUR)
     assert (found.bound, found.interval_s) == ("time limit", pytest.approx(3600 - 300 - 1 - 1e-3))
-    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=48 * HOUR, largest_loss_s=1800)
-    assert found.bound == "largest loss"
-    assert 1750 < found.interval_s <= 1800
-    assert set(found.bounds_s) == {"Young/Daly", "time limit", "largest loss"}
-    found = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, preempted_every_s=2 * HOUR)
-    assert found.bound == "preemption"
-    assert found.interval_s == pytest.approx(math.sqrt(2 * 14 * 2 * 3600), rel=0.05)
+    found = plan_saves(checkpoint_gb=1, write_gb_s=1, gpus=2, time_limit_s=48 * HOUR)
+    assert set(found.bounds_s) == {"Young/Daly", "time limit"}
 
 
-def test_a_notice_long_enough_for_a_write_lifts_the_limit_and_the_preemption():
-    bare = plan(checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR)
-    noticed = plan(
-        checkpoint_gb=14, write_gb_s=1, gpus=8, time_limit_s=2 * HOUR, preempted_every_s=2 * HOUR, notice_s=30
-    )
-    assert noticed.bound == "Young/Daly"
-    assert set(noticed.bounds_s) == {"Young/Daly"}
-    assert noticed.waste < bare.waste / 5
-
-
-def test_a_background_save_costs_what_it_blocks_but_what_it_has_not_written_can_be_lost():
-    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, largest_loss_s=math.inf)
+def test_a_background_save_costs_what_it_blocks():
+    found = plan_saves(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2)
     assert found.interval_s == pytest.approx(best_interval(2, found.mtbf_h * 3600))
-    found = plan(checkpoint_gb=60, write_gb_s=1, gpus=1024, blocked_s=2, largest_loss_s=300)
-    assert found.bounds_s["largest loss"] == 300 - 58
-
-
-def test_an_infeasible_pair_is_a_problem():
-    found = plan(checkpoint_gb=600, write_gb_s=1, gpus=8, largest_loss_s=300)
-    assert "A write takes 600 s, but the largest loss asks for one every 300 s" in found.problems[0]
-    assert found.interval_s == 600
 
 
 def test_a_limit_without_room_for_one_save_is_a_problem():
-    found = plan(checkpoint_gb=4000, write_gb_s=1, gpus=8, time_limit_s=HOUR)
+    found = plan_saves(checkpoint_gb=4000, write_gb_s=1, gpus=8, time_limit_s=HOUR)
     assert "the time limit asks for one every" in found.problems[0]
     assert found.waste == 1
 
 
 # The rule takes the larger of a bound from above (30 min to redo) and one from below (20 writes).
-def test_where_the_common_rule_goes_wrong():
-    large = plan(checkpoint_gb=140, write_gb_s=10, gpus=16384)
+def test_the_common_rule_wastes_more_time():
+    large = plan_saves(checkpoint_gb=140, write_gb_s=10, gpus=16384)
     assert large.rule_s == 1800
     assert large.rule_waste == pytest.approx(0.0863, rel=0.01)  # 1 - T / (M (exp((T + C) / M) - 1)), M = 3.09 h
     assert large.waste < 0.6 * large.rule_waste
-    slow = plan(checkpoint_gb=980, write_gb_s=10, gpus=64)  # 98 s a write: 33 min, though 30 were promised
+    slow = plan_saves(checkpoint_gb=980, write_gb_s=10, gpus=64)  # 98 s a write: 33 min, though 30 were promised
     assert slow.rule_s == 20 * 98
     assert "loses more than the 30 min" in str(slow)
     assert slow.waste < slow.rule_waste / 5
 
 
 def test_storage_counts_one_checkpoint_more_than_are_kept():
-    found = plan(checkpoint_gb=10, write_gb_s=1, gpus=8, keep=3, merged_gb=20, base_gb=20).storage_gb
+    found = plan_saves(checkpoint_gb=10, write_gb_s=1, gpus=8, keep=3, merged_gb=20, base_gb=20).storage_gb
     assert found == {"checkpoints": 40, "merged": 20, "base": 20, "free": 20, "total": 100}
 
 
 def test_a_restart_reads_the_checkpoint_and_the_base_on_each_node():
     # 70B at 14 bytes a parameter: 98 s through one 80 Gb/s mount target, 24.5 s through four
-    found = plan(checkpoint_gb=980, write_gb_s=10, gpus=64).restore_s
+    found = plan_saves(checkpoint_gb=980, write_gb_s=10, gpus=64).restore_s
     assert found["one 80 Gb/s mount target, or a RAID of NVMe"] == 98
     assert found["four 80 Gb/s mount targets"] == 24.5
-    adapter = plan(checkpoint_gb=2, write_gb_s=10, gpus=16, base_gb=812, nodes=2).restore_s
+    adapter = plan_saves(checkpoint_gb=2, write_gb_s=10, gpus=16, base_gb=812, nodes=2).restore_s
     assert adapter["NFS over 100 GbE"] == pytest.approx((2 + 2 * 812) / 12)
 
 
@@ -204,13 +176,27 @@ def test_an_unlimited_job_has_no_time_limit_bound(monkeypatch, tmp_path, written
     assert set(plan_of_a_long_job(monkeypatch, tmp_path, written).bounds_s) == {Bound.FAILURES}
 
 
-def test_a_time_limit_shorter_than_its_margin_is_a_problem_and_no_crash():
-    found = plan(checkpoint_gb=1, write_gb_s=1, gpus=8, time_limit_s=60, restart_s=30)
+def test_a_time_limit_shorter_than_its_margin_is_a_problem_not_a_crash():
+    found = plan_saves(checkpoint_gb=1, write_gb_s=1, gpus=8, time_limit_s=60, restart_s=30)
     assert found.bound == Bound.TIME_LIMIT
     assert "not feasible" in found.problems[0]
     assert found.waste == 1
 
 
-def test_the_json_form_has_plain_keys():
-    found = json.loads(json.dumps(plan(checkpoint_gb=1, write_gb_s=1, gpus=8).as_dict()))
+def test_the_json_keys_are_plain_strings():
+    found = json.loads(json.dumps(plan_saves(checkpoint_gb=1, write_gb_s=1, gpus=8).as_dict()))
     assert (found["bound"], list(found["bounds_s"]), found["problems"]) == ("Young/Daly", ["Young/Daly"], [])
+
+
+def test_a_run_that_is_shorter_than_the_interval_saves_at_its_end():
+    found = plan_saves(checkpoint_gb=0.02, write_gb_s=1, gpus=2, step_s=30, run_s=840)
+    assert (found.bound, found.interval_s, found.steps) == (Bound.RUN_LENGTH, 840, 0)
+    assert "Saving at the end is enough (save_every = 0): the run takes 14 min, less than the " in str(found)
+    assert plan_saves(checkpoint_gb=0.02, write_gb_s=1, gpus=2, run_s=1e9).bound is Bound.FAILURES
+
+
+def test_a_cpu_cluster_compares_restarts_with_no_storage_of_gpu_clusters():
+    demo = plan_for_recipe(Recipe.load("demo"), Cluster.load("local"))
+    assert list(demo.restore_s) == ["the storage of this run"]
+    llama = plan_for_recipe(Recipe.load("llama8b"), Cluster.load("h100-8x8"))
+    assert "NFS over 100 GbE" in llama.restore_s

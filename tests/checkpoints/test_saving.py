@@ -7,13 +7,15 @@ import shutil
 import pytest
 
 from kit.checkpoints import saving
+from kit.checkpoints.processes import fresh_ranks
+from kit.checkpoints.weights import read_headers
 from kit.cli import main
 from kit.errors import InputError
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_method_is_on_disk_after_it_blocked_and_leaves_nothing(tmp_path, ranks):
+def test_each_method_blocks_before_it_is_on_disk_and_leaves_no_files(tmp_path, ranks):
     found = saving.time_saves(tmp_path, gb=0.02, ranks=[ranks], repeats=1).methods
     assert [t.method for t in found] == list(saving.Method)
     for t in found:
@@ -23,16 +25,18 @@ def test_every_method_is_on_disk_after_it_blocked_and_leaves_nothing(tmp_path, r
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def run_sample():
+    with fresh_ranks("kit.checkpoints.saving") as run:
+        yield run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("method", list(saving.Method))
-def test_a_sample_writes_all_bytes_of_the_state(tmp_path, method, world):
-    from kit.checkpoints.processes import fresh_ranks
-    from kit.checkpoints.weights import read_headers
-
+def test_a_sample_writes_all_bytes_of_the_state(run_sample, tmp_path, method, world):
     gb = 64 * 4096 * 4 * 8 / 1e9  # eight rows of each of the 64 fp32 matrices
-    with fresh_ranks("kit.checkpoints.saving") as run:
-        rows = run(world, method, str(tmp_path), str(gb))
+    rows = run_sample(world, method, str(tmp_path), str(gb))
     assert len(rows) == world
     held = read_headers(tmp_path)
     assert held.problems == ()
@@ -61,7 +65,7 @@ def test_times_are_of_the_slowest_rank_with_median_and_range(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_command_says_how_long_a_save_blocks_and_until_it_is_on_disk(tmp_path, capsys):
+def test_the_command_prints_how_long_a_save_blocks_and_when_it_is_on_disk(tmp_path, capsys):
     words = ["checkpoint", "save", str(tmp_path), "--gb", "0.01", "--repeats", "1", "--method", "sharded"]
     assert main(words) == 0
     printed = capsys.readouterr().out
@@ -71,7 +75,7 @@ def test_the_command_says_how_long_a_save_blocks_and_until_it_is_on_disk(tmp_pat
     assert [m["ranks"] for m in json.loads(capsys.readouterr().out)["methods"]] == [1, 2]
 
 
-def test_an_unknown_method_and_too_little_room_are_refused_before_anything_is_written(tmp_path):
+def test_an_unknown_method_and_a_full_disk_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match=r"No method magic; there are sharded, consolidated, asynchronous"):
         saving.time_saves(tmp_path, methods=["magic"])
     with pytest.raises(InputError, match="GB free; saving"):

@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ from kit.checkpoints import sharded as shards
 from kit.checkpoints.formats.base import Piece
 from kit.errors import InputError, KitError
 from tests import shared
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -140,15 +140,6 @@ def resume_from_another_rank_count(folder: Path) -> None:
             assert same(parameter.full_tensor(), whole.state_dict()[name])
 
 
-def torchrun(ranks: int, *arguments: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 def saves() -> Path:
     """one/ (one process), rows/ and columns/ (three), safetensors/ and a nested lit_model.pth, all of one state."""
     return shared.once("sharded-saves", make_saves)
@@ -164,7 +155,7 @@ def make_saves(root: Path) -> None:
     (root / "safetensors").mkdir()
     save_file(tensors(), root / "safetensors" / "model.safetensors")
     torch.save({"model": tensors()}, root / "lit_model.pth")
-    torchrun(3, root, "save")
+    run_ranks(3, __file__, root, "save")
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -191,12 +182,12 @@ def test_every_rank_gets_the_rows_that_fsdp2_gives_it(source, world, cold):
             assert same(state[prefix + name], rows_of(tensor, rank, world)), name
 
 
-def test_a_trainers_resume_goes_through_the_reader(tmp_path):
-    torchrun(2, tmp_path, "resume")
+def test_a_resumed_trainer_uses_the_reader(tmp_path):
+    run_ranks(2, __file__, tmp_path, "resume")
 
 
 def test_dcp_loads_through_the_reader_into_any_placement():
-    torchrun(2, saves(), "load")
+    run_ranks(2, __file__, saves(), "load")
 
 
 @pytest.fixture
@@ -226,7 +217,7 @@ def test_all_ranks_together_read_each_byte_once(large, world):
     assert 0.95 * held.bytes < pagecache.device_bytes() - device < 1.1 * held.bytes
 
 
-def test_what_is_in_memory_already_is_not_read_from_the_device(large):
+def test_cached_files_are_not_read_from_the_device(large):
     held = weights.read_headers(large)
     pagecache.warm(held.files)
     before = pagecache.device_bytes()
@@ -243,7 +234,7 @@ def noise(tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 5000), st.booleans())
-def test_any_run_of_bytes_lands_in_any_place(noise, start, size, shift, cold):
+def test_any_range_of_bytes_is_read_to_any_alignment(noise, start, size, shift, cold):
     size = min(size, (3 << 20) - start)
     (pagecache.evict if cold else pagecache.warm)([noise])
     around = torch.full((size + shift + 64,), 7, dtype=torch.uint8)
@@ -271,7 +262,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_file_truncated_while_it_is_read_is_an_error_and_no_crash(tmp_path, cold):
+def test_a_file_truncated_while_it_is_read_is_an_error_not_a_crash(tmp_path, cold):
     path = Path(shutil.copy(saves() / "safetensors" / "model.safetensors", tmp_path / "model.safetensors"))
     places = weights.pieces(weights.read_headers(path))
     os.truncate(path, 1 << 20)
@@ -281,7 +272,7 @@ def test_a_file_truncated_while_it_is_read_is_an_error_and_no_crash(tmp_path, co
         shards.read_into([shards.Cut(target, places["embed"][0], (0, 0))])
 
 
-def test_a_torch_file_with_exchanged_dimensions_is_refused(tmp_path):
+def test_a_torch_file_with_transposed_tensors_is_refused(tmp_path):
     torch.save({"w": torch.rand(4, 6).T}, tmp_path / "pytorch_model.bin")
     with pytest.raises(KitError, match=r"holds w with its dimensions exchanged"):
         shards.load_sharded(tmp_path)
@@ -318,7 +309,125 @@ def test_an_object_that_would_run_code_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_without_a_checkpoint_is_a_wrong_call(tmp_path):
+def odd_tensor(name: str) -> torch.Tensor:
+    """A tensor of this dtype, or with this view; large enough that its values alone are read."""
+    if name == "transposed":
+        return torch.arange(20_000.0).reshape(100, 200).T
+    dtype = torch.complex64 if name in ("conjugate", "negative") else getattr(torch, name)
+    count = 6 if dtype is torch.complex32 else 9000
+    tensor = torch.arange(count).remainder(50).to(torch.float32)
+    if dtype.is_complex:
+        tensor = torch.complex(tensor, torch.ones(count))
+    tensor = tensor.to(dtype)
+    return {"conjugate": tensor.conj(), "negative": tensor.conj().imag if dtype.is_complex else tensor}.get(
+        name, tensor
+    )
+
+
+ODD = (
+    "complex128", "complex64", "complex32", "conjugate", "negative", "transposed", "uint64", "uint32", "uint16",
+    "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+
+
+def save_alone(state: dict[str, object], folder: Path, **options: object) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+def load_alone(state: dict[str, object], reader: shards.Reader) -> dict[str, object]:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def values(tensor: torch.Tensor) -> object:
+    if tensor.dtype is torch.complex32:
+        return torch.view_as_real(tensor).tolist()
+    return (tensor.float() if "float8" in str(tensor.dtype) else tensor).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", ODD)
+def test_complex_unsigned_and_scale_dtypes_are_read(tmp_path, name):
+    from kit.checkpoints.inspect import inspect
+
+    saved = odd_tensor(name)
+    folder = save_alone({name: saved}, tmp_path / "save")
+    assert inspect(folder, values=True).problems == ()
+    held = weights.read_headers(folder)
+    read = dict(weights.read_tensors(held, [name]))[name]
+    loaded = load_alone({name: empty_like(saved)}, shards.Reader(folder))[name]
+    whole = shards.load_sharded(folder)[name]
+    for found in (read, loaded, whole):
+        assert found.dtype == saved.dtype and values(found) == values(saved)
+
+
+def test_a_save_with_an_extension_of_the_caller_is_read(tmp_path):
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
+
+    from kit.checkpoints.inspect import inspect
+
+    state = {"weight": torch.arange(9000.0).reshape(90, 100), "small": torch.ones(3), "object": {"Step": "Text"}}
+    folder = save_alone(state, tmp_path / "save", _extensions=[Rot13Example()])
+    registry = ExtensionRegistry()
+    registry.register(Rot13Example)
+    empty = {"weight": torch.empty(90, 100), "small": torch.empty(3), "object": {"Step": ""}}
+    loaded = load_alone(empty, shards.Reader(folder, _extension_registry=registry))
+    assert all(torch.equal(loaded[name], state[name]) for name in ("weight", "small"))
+    assert loaded["object"] == state["object"]
+
+    with pytest.raises(KitError, match=r"stored with DCP's extension stream.rot13/1, which cannot be read"):
+        shards.load_sharded(folder)  # as nobody has registered it here
+    assert "stream.rot13/1" in str(inspect(folder).problems[0])
+    with pytest.raises(CheckpointException, match=r"stream.rot13/1"):
+        load_alone(empty, shards.Reader(folder))
+
+
+def test_a_save_with_zstandard_is_read_or_refused_for_want_of_its_package(tmp_path):
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    from kit.checkpoints.inspect import inspect
+
+    state = {"weight": torch.arange(9000.0).reshape(90, 100)}
+    if ZStandard.is_available():
+        folder = save_alone(state, tmp_path / "save", _extensions=[ZStandard()])
+        assert inspect(folder, values=True).problems == ()
+        assert torch.equal(shards.load_sharded(folder)["weight"], state["weight"])
+        return
+    folder = save_alone(state, tmp_path / "save")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for item in metadata.storage_data.values():
+        item.transform_descriptors = ["stream.zstd/1"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "no module named 'zstandard'" in str(inspect(folder).problems[0])
+
+
+@pytest.mark.parametrize("resident", [0.0, 1.0], ids=["direct", "cached"])
+def test_values_of_another_dtype_are_converted_block_by_block(tmp_path, monkeypatch, resident):
+    monkeypatch.setattr(pagecache, "residency", lambda paths: resident)
+    stored = torch.randn(2203, 1001, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)  # 4.4 MB
+    path = tmp_path / "odd"
+    path.write_bytes(b"odd" + stored.view(torch.int16).numpy().tobytes())  # no value is at an even position
+    piece = Piece((0, 0), tuple(stored.shape), "bfloat16", path, 3, stored.nbytes)
+    target = torch.zeros(2200, 1001)
+    shards.read_into([shards.Cut(target, piece, (2, 0))])
+    assert torch.equal(target, stored[2:2202].float())
+
+
+def test_a_folder_without_a_checkpoint_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="no weights that kit knows"):
         shards.load_sharded(tmp_path)
 

@@ -39,8 +39,10 @@ def model_file(tmp_path):
 
 
 def test_warm_and_cold_loads_are_labelled_by_their_proof(model_file):
+    loadtime.time_load(model_file, ["load_file"], repeats=1)  # reads the pages of the code that loads
     (warm,) = loadtime.time_load(model_file, ["load_file"], repeats=2).methods
-    assert (warm.label, warm.residency_before, warm.device_gb) == ("warm", 1, 0)
+    assert (warm.label, warm.residency_before) == ("warm", 1)
+    assert warm.device_gb < 0.05 * warm.wanted_gb
     (cold,) = loadtime.time_load(model_file, ["load_file"], cold=True, repeats=2).methods
     assert cold.label == "client-cold"
     assert cold.residency_before < 0.01
@@ -62,15 +64,15 @@ def test_a_file_that_cannot_be_evicted_gets_no_cold_label(model_file):
 
 
 @pytest.mark.parametrize(("residency", "amplification", "label"), [
-    (0, 1, "client-cold"), (0.02, 1, "mixed"), (0, 0.9, "mixed"), (1, 0, "warm"), (1, 1, "past the cache"),
-    (0.5, 0.5, "mixed"),
+    (0, 1, "client-cold"), (0.02, 1, "mixed"), (0, 0.9, "mixed"), (1, 0, "warm"), (1, 0.1, "mixed"),
+    (1, 1, "past the cache"), (0.5, 0.5, "mixed"),
 ])  # fmt: skip
-def test_a_label_needs_both_proofs(residency, amplification, label):
+def test_a_cache_label_needs_both_proofs(residency, amplification, label):
     assert loadtime.cache_state(residency, amplification) == label
 
 
 @pytest.mark.slow
-def test_two_ranks_of_dcp_read_what_they_want_twice_and_kits_once(tmp_path):
+def test_two_ranks_of_dcp_read_each_byte_twice_and_the_kits_reader_once(tmp_path):
     import warnings
 
     import torch
@@ -91,7 +93,7 @@ def test_two_ranks_of_dcp_read_what_they_want_twice_and_kits_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["one", "safetensors", "lit_model.pth"])
-def test_every_method_of_a_format_brings_the_same_tensors(source):
+def test_every_method_of_a_format_loads_the_same_tensors(source):
     import warnings
 
     import torch
@@ -120,23 +122,21 @@ def reference(*rates: float) -> PlainReads:
     return PlainReads([], cold=False, rates={1: list(rates), 4: [0.1]})
 
 
-def rank_sample(node: str, wanted: int, touched_s: float) -> RankSample:
-    return RankSample(node, call_s=1, touched_s=touched_s, wanted=wanted, asked=0, device=0, residency=1)
+def rank_sample(wanted: int, touched_s: float) -> RankSample:
+    return RankSample(call_s=1, touched_s=touched_s, wanted=wanted, asked=0, device=0, residency=1)
 
 
-def test_each_nodes_rate_is_that_of_its_own_ranks(model_file):
-    rows = [rank_sample(node, 10**9, seconds) for node, seconds in (("a", 1), ("a", 2), ("b", 4))]
+def test_the_rate_counts_the_bytes_of_all_ranks_to_the_end_of_the_slowest(model_file):
+    rows = [rank_sample(10**9, seconds) for seconds in (1, 2, 4)]
     held = weights.read_headers(model_file)
     found = loadtime.summarize(held, model_file, "kit", "cpu", [rows], reference(1.0))
-    assert found.node_gb_s == {"a": 1.0, "b": 0.25}
     assert found.gb_s == 0.75
     assert found.mount == mount(model_file)
-    assert re.search(r"kit +b +0\.25", str(loadtime.LoadTimes((found,))))
 
 
 def test_statistics_are_medians_and_ranges_over_samples(model_file):
     held = weights.read_headers(model_file)
-    samples = [[rank_sample("a", 10**9, seconds)] for seconds in (4, 1, 2)]
+    samples = [[rank_sample(10**9, seconds)] for seconds in (4, 1, 2)]
     found = loadtime.summarize(held, model_file, "kit", "cpu", samples, reference(2.0, 4.0, 1.0))
     assert (found.samples, found.touched_s, found.touched_range_s) == (3, 2, (1, 4))
     assert (found.gb_s, found.gb_s_range) == (0.5, (0.25, 1.0))
@@ -152,7 +152,7 @@ def test_a_mount_is_the_deepest_that_holds_the_path(tmp_path):
     assert mount(tmp_path / "not" / "there").endswith(f" on {target} ({kind})")
 
 
-def test_an_unknown_method_and_a_harmed_file_are_not_timed(model_file):
+def test_an_unknown_method_and_a_damaged_file_are_not_timed(model_file):
     with pytest.raises(InputError, match=r"there are .*load_file"):
         loadtime.time_load(model_file, ["magic"])
     os.truncate(model_file, 1 << 20)
@@ -160,7 +160,7 @@ def test_an_unknown_method_and_a_harmed_file_are_not_timed(model_file):
         loadtime.time_load(model_file)
 
 
-def test_a_method_that_is_not_installed_says_what_it_needs():
+def test_a_method_that_is_not_installed_names_its_package():
     installed = {loader.name for loader in loaders_for("safetensors")}
     missing = [name for name in ("fastsafetensors", "runai-model-streamer") if name not in installed]
     if not missing:
@@ -169,23 +169,37 @@ def test_a_method_that_is_not_installed_says_what_it_needs():
         loaders_for("safetensors", missing)
 
 
-def test_every_module_of_the_folder_is_a_loader_with_its_own_name():
-    folder = Path(loaders.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
+def test_every_loader_has_its_own_name_and_every_format_has_a_loader():
     names = [loader.name for loader in loaders.all_loaders()]
-    assert len(names) == len(set(names)) == len(modules)
+    assert len(names) == len(set(names))
     assert {format_name for loader in loaders.all_loaders() for format_name in loader.formats} == EVERY
 
 
-def test_a_file_truncated_while_it_is_mapped_is_named_as_the_cause(model_file):
-    code = (
-        "import os, sys; from safetensors.torch import load_file; t = load_file(sys.argv[1]);"
-        "os.truncate(sys.argv[1], 1 << 20); print(sum(x.sum() for x in t.values()))"
+@pytest.fixture
+def module_of_ranks(tmp_path, monkeypatch):
+    """Writes a module that `fresh_ranks` can run; returns its name."""
+
+    def make(text: str) -> str:
+        (tmp_path / "code_of_ranks.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return "code_of_ranks"
+
+    return make
+
+
+def test_a_file_truncated_while_it_is_mapped_is_named_as_the_cause(model_file, module_of_ranks):
+    module = module_of_ranks(
+        "import os\nfrom safetensors.torch import load_file\n"
+        "def sample(path):\n"
+        "    tensors = load_file(path)\n"
+        "    os.truncate(path, 1 << 20)\n"
+        "    return {'sum': float(sum(tensor.sum() for tensor in tensors.values()))}\n"
     )
-    with pytest.raises(
-        KitError, match=r"only 0 of 1 ranks .*a mapped file was truncated, or its file system failed \(SIGBUS\)"
+    with (
+        ranks.fresh_ranks(module) as run,
+        pytest.raises(KitError, match=r"a rank of 1 failed: a mapped file was truncated, or .* failed \(SIGBUS\)"),
     ):
-        ranks.run_ranks(("-c", code, str(model_file)))
+        run(1, str(model_file))
 
 
 def test_a_file_system_without_mmap_is_an_error():
@@ -201,7 +215,7 @@ def timed(method: str, low: float, middle: float, high: float) -> loadtime.LoadT
         path="model", mount="/dev/sda on / (ext4)", method=method, format="safetensors", ranks=1, device="cpu",
         label=loadtime.CacheState.WARM, samples=3, call_s=1, touched_s=1, touched_range_s=(1, 1), wanted_gb=1,
         asked_gb=0, device_gb=0, amplification=0, residency_before=1, gb_s=middle, gb_s_range=(low, high),
-        node_gb_s={"here": middle}, reference="pread, 1 deep", reference_gb_s=2, reference_range=(2, 2),
+        reference="pread, 1 deep", reference_gb_s=2, reference_range=(2, 2),
         of_reference=0.5, load_average=0,
     )  # fmt: skip
 
@@ -210,7 +224,7 @@ def separable(*times: loadtime.LoadTime) -> list[str]:
     return loadtime.LoadTimes(times).separable()
 
 
-def test_only_what_the_ranges_support_is_said_and_cold_apart_from_warm():
+def test_methods_are_compared_only_where_their_ranges_differ_and_per_cache_state():
     times = [timed("slow", 1, 1.5, 2), timed("fast", 8, 9, 10), timed("slower", 0.5, 1, 1.2)]
     assert separable(*times) == ["warm: fast is 6.00 times as fast as slow."]
     cold = [dataclasses.replace(t, label=loadtime.CacheState.COLD, path="/b") for t in (times[0], times[2])]
@@ -240,30 +254,19 @@ def test_the_figure_shows_each_method_with_its_range_and_the_plain_reads():
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others_and_the_next_sample_goes_on(tmp_path):
+def test_a_rank_that_fails_ends_the_others_and_the_next_sample_goes_on(module_of_ranks):
     """The first of two ranks waits for the other one, which does not come."""
-    (tmp_path / "ranks_that_wait.py").write_text(
+    module = module_of_ranks(
         "import os\nfrom kit.checkpoints.processes import join\n"
-        "def prepare(): import torch.distributed\n"
         "def sample(word):\n"
         "    if word == 'bad' and os.environ['RANK'] == '1': raise ValueError('no shard here')\n"
         "    return {'rank': join()[0], 'pid': os.getpid()}\n"
     )
-    os.environ["PYTHONPATH"], before = str(tmp_path), os.environ.get("PYTHONPATH", "")
-    try:
-        with ranks.fresh_ranks("ranks_that_wait") as run:
-            assert [row["rank"] for row in run(2, "good")] == [0, 1]
-            with pytest.raises(KitError, match=r"(?s)bad: only 0 of 2 ranks finished: .*no shard here"):
-                run(2, "bad")
-            assert len({row["pid"] for n in (1, 3) for row in run(n, "good")}) == 4  # none is used twice
-    finally:
-        os.environ["PYTHONPATH"] = before
-
-
-def test_a_launcher_that_starts_another_number_of_ranks_is_an_error():
-    with pytest.raises(KitError, match="only 1 of 2 ranks finished"):
-        ranks.run_ranks(("-c", "print('{}')"), 2, launcher=["env"])
-    assert ranks.run_ranks(("-c", "print('{}')"), 1, launcher=["env"]) == [{}]
+    with ranks.fresh_ranks(module) as run:
+        assert [row["rank"] for row in run(2, "good")] == [0, 1]
+        with pytest.raises(KitError, match=r"(?s)bad: a rank of 2 failed: .*no shard here"):
+            run(2, "bad")
+        assert len({row["pid"] for n in (1, 3) for row in run(n, "good")}) == 4  # none is used twice
 
 
 def test_times_are_json_and_a_table():
@@ -276,7 +279,7 @@ def test_times_are_json_and_a_table():
 
 
 @pytest.mark.slow
-def test_the_command_times_paths_side_by_side_and_says_what_they_tell(model_file, capsys):
+def test_the_command_times_paths_side_by_side_and_compares_them(model_file, capsys):
     other = model_file.with_name("other.safetensors")
     shutil.copy(model_file, other)
     words = ["--method", "load_file", "--method", "kit", "--ranks", "1,2", "--repeats", "1", "--json"]
@@ -304,7 +307,7 @@ def test_a_wrong_call_of_the_command_exits_2(model_file, capsys, words, code, me
     assert message in capsys.readouterr().err
 
 
-def test_the_command_exits_1_for_a_file_that_is_cut_off(model_file, capsys):
+def test_the_command_exits_1_for_a_truncated_file(model_file, capsys):
     os.truncate(model_file, 1 << 20)
     assert main(["checkpoint", "time", str(model_file)]) == 1
     assert "is truncated" in capsys.readouterr().err
@@ -312,7 +315,7 @@ def test_the_command_exits_1_for_a_file_that_is_cut_off(model_file, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fastsafetensors", "runai-model-streamer"])
-def test_an_optional_loader_brings_the_same_bytes_in_a_fresh_process(model_file, name):
+def test_an_optional_loader_loads_the_same_bytes_in_a_fresh_process(model_file, name):
     if name not in {loader.name for loader in loaders_for("safetensors")}:
         pytest.skip(f"{name} is not installed here")
     (found,) = loadtime.time_load(model_file, [name], cold=True, repeats=1).methods
@@ -326,7 +329,7 @@ def test_the_module_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
-def test_ranks_without_a_gpu_each_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     import torch
 
     with pytest.raises(InputError, match=f"a GPU for each rank: 99 asked for, {torch.cuda.device_count()} here"):

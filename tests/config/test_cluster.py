@@ -24,6 +24,13 @@ def test_every_shipped_cluster_loads_and_survives_a_round_trip(path, tmp_path):
         ('[storage.pool]\npath = "/pool"\ngbs = 2\n', ["storage.pool", "'gbs'", "did you mean 'gb_s'"]),
         ("[environment]\nNCCL_IB_DISABLE = 1\n", ["environment.NCCL_IB_DISABLE", "is 1", "text"]),
         ('[slurm]\ntime = "2 days"\n', ["slurm.time", "'2 days'", "time limit", "48:00:00"]),
+        ('[slurm]\npartition = "gpu\\ntouch x"\n', ["slurm.partition", "one line"]),
+        ('[slurm]\naccount = "a\\rb"\n', ["slurm.account", "one line"]),
+        ('[slurm]\noptions = ["--qos=a\\ntouch x"]\n', ["slurm.options", "one line"]),
+        ('[slurm]\ntime = "90\\n"\n', ["slurm.time", "one line"]),
+        ('[paths]\nruns = "a\\nb"\n', ["paths.runs", "one line"]),
+        ('[environment]\n"A=1; touch x; export B" = "2"\n', ["environment", "not the name of an environment"]),
+        ('[environment]\nMY-VAR = "2"\n', ["environment", "'MY-VAR' is not the name"]),
         ('[slurm.container]\nkind = "docker"\n', ["slurm.container.kind", "'docker'", "pyxis"]),
     ],
 )

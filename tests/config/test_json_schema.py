@@ -3,7 +3,8 @@ import tomllib
 import jsonschema
 import pytest
 
-from kit.config.json_schema import FOLDER, TABLES, json_schema, render
+from kit.config.json_schema import FOLDER, README, TABLES, json_schema, key_table, render, write_readme
+from kit.config.recipe import Recipe
 from tests.conftest import REPOSITORY
 
 KINDS = {"recipe": "recipes", "cluster": "clusters"}
@@ -47,3 +48,12 @@ def test_every_key_has_a_description_in_the_schema(name):
     tables = [json_schema(name), *json_schema(name)["$defs"].values()]
     keys = {key: field for table in tables for key, field in table["properties"].items()}
     assert [key for key, field in keys.items() if "description" not in field and "$ref" not in field] == []
+
+
+def test_the_readme_has_every_key_with_its_default():
+    written = README.read_text()
+    assert written == write_readme(written), "run `python -m kit.config.json_schema`"
+    assert key_table("recipe") in written and key_table("cluster") in written
+    assert "| `schedule.lr` | `5e-05` | Peak learning rate. |" in written
+    assert "| `model.name` | required | Hub id" in written and '| `slurm.container.kind` | `"none"` | ' in written
+    assert set(Recipe.load("demo").keys()) == {row.split("`")[1] for row in key_table("recipe").splitlines()[2:]}

@@ -98,9 +98,73 @@ DIGESTS = {
 }
 
 
+DEFAULTS_THEN = {"model.attention": "sdpa", "parallel.activation_checkpointing": True}
+
+
 @pytest.mark.parametrize(("name", "digest"), DIGESTS.items())
 def test_a_recipe_keeps_the_digest_that_run_folders_have_recorded(name, digest):
-    assert Recipe.load(name).digest() == digest
+    dropout = 0.0 if name == "demo" else 0.05
+    assert Recipe.load(name, **DEFAULTS_THEN, **{"tuning.dropout": dropout}).digest() == digest
+
+
+@pytest.mark.parametrize(("written", "place"), [("false", "none"), ("true", "cpu"), ("nvme", "nvme")])
+def test_offload_names_a_place_and_recorded_booleans_still_mean_one(tmp_path, written, place):
+    as_text = written if written in ("true", "false") else f'"{written}"'
+    recipe = load(tmp_path, MINIMAL + f"[parallel]\noffload = {as_text}\n")
+    assert recipe.parallel.offload == place
+    assert recipe.parallel.offloads == (place != "none")
+    assert recipe == load(tmp_path, MINIMAL).override(**{"parallel.offload": written})
+    assert load(tmp_path, recipe.toml()) == recipe
+
+
+def test_offload_counts_in_the_digest_as_the_boolean_that_run_folders_have_recorded():
+    recorded = "e440305bfe01f4f6091475613c027c1289cb15a1c6988c42437d4d50f8a99738"  # pragma: allowlist secret
+    job = Recipe.load("llama8b", **DEFAULTS_THEN, **{"tuning.dropout": 0.05, "parallel.offload": True})
+    assert job.digest() == recorded != job.override(**{"parallel.offload": "nvme"}).digest()
+
+
+@pytest.mark.parametrize("changes", [{"model.base": "fp8"}, {"parallel.compile": "off"}])
+def test_a_key_that_was_added_later_counts_in_the_digest_where_it_is_set(changes):
+    assert Recipe.load("llama8b", **changes).digest() != Recipe.load("llama8b").digest()
+
+
+def test_choices_are_open_until_the_job_is_planned_and_a_job_without_a_plan_takes_the_plain_path(tmp_path):
+    recipe = load(tmp_path, MINIMAL)
+    assert (recipe.model.attention, recipe.parallel.compile) == ("auto", "auto")
+    assert recipe.parallel.activation_checkpointing == "auto"
+    assert recipe.model.attention_used == "sdpa"
+    assert recipe.parallel.recomputes and not recipe.parallel.compiles
+    chosen = recipe.override(
+        **{"model.attention": "varlen", "parallel.compile": "on", "parallel.activation_checkpointing": "false"}
+    )
+    assert chosen.model.attention_used == "varlen"
+    assert not chosen.parallel.recomputes and chosen.parallel.compiles
+
+
+def test_qlora_has_nf4_weights_until_the_method_changes(tmp_path):
+    recipe = load(tmp_path, MINIMAL + '[tuning]\nmethod = "qlora"\n')
+    assert recipe.model.base == "nf4"
+    assert load(tmp_path, recipe.toml()) == recipe
+    assert recipe.override(**{"tuning.method": "lora"}).model.base == "bf16"
+    assert recipe.override(**{"tuning.method": "full"}).override(**{"tuning.method": "qlora"}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("method", "base", "words"),
+    [
+        ("qlora", "bf16", ["qlora", "bf16", 'write method = "lora"']),
+        ("qlora", "fp8", ["qlora", "fp8", 'write method = "lora"']),
+        ("lora", "nf4", ["lora", "nf4", 'write method = "qlora"']),
+        ("full", "fp8", ["model.base fp8 is for frozen weights", 'base = "bf16"']),
+    ],
+)
+def test_a_type_of_frozen_weights_that_contradicts_the_method_is_refused(tmp_path, method, base, words):
+    text = MINIMAL.replace('"m"', f'"m"\nbase = "{base}"') + f'[tuning]\nmethod = "{method}"\n'
+    both = {"tuning.method": method, "model.base": base}
+    for refused in (lambda: load(tmp_path, text), lambda: load(tmp_path, MINIMAL).override(**both)):
+        with pytest.raises(InputError) as caught:
+            refused()
+        assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_an_unknown_recipe_name_lists_the_shipped_ones():
@@ -141,3 +205,9 @@ def test_a_schedule_of_no_steps_is_an_error_that_names_both_keys(tmp_path):
     with pytest.raises(InputError, match=message):
         load(tmp_path, MINIMAL).override(**{"schedule.epochs": 0})
     assert load(tmp_path, MINIMAL + "[schedule]\nepochs = 0\nmax_steps = 3\n").optimizer_steps(1000) == 3
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_refused():
+    assert Recipe.load("demo", name="a" * 128).name == "a" * 128
+    with pytest.raises(InputError, match=r"name is .* 128 at most"):
+        Recipe.load("demo", name="a" * 129)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,10 +44,15 @@ def test_every_format_gives_the_same_messages(source_format):
         # A table has every column in every row, null where the row has none.
         ({"messages": [m | {"from": None, "value": None, "tool_calls": None} for m in (USER, REPLY)]}, [USER, REPLY]),
         ({"messages": [USER | {"content": [{"type": "text", "text": t} for t in "Hi"]}, REPLY]}, [USER, REPLY]),
+        ({"messages": [USER | {"content": ["H", "i"]}, REPLY]}, [USER, REPLY]),
+        ({"messages": [USER | {"content": [{"text": "H"}, {"type": "text", "value": "i"}]}, REPLY]}, [USER, REPLY]),
+        # Empty values say nothing, in each way that writers have for that.
+        ({"messages": [m | {"tool_calls": "[]", "function_call": {}} for m in (USER, REPLY)]}, [USER, REPLY]),
+        ({"messages": [USER, REPLY], "tools": "[]", "images": [], "system": ""}, [USER, REPLY]),
         ({"messages": [USER, REPLY, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, REPLY]}, None),
     ],
 )
-def test_chat_rows_as_people_have_them(row, messages):
+def test_chat_rows_in_common_variants(row, messages):
     assert list(convert(row, "messages", "f:1").messages) == (messages or row["messages"])
 
 
@@ -55,12 +62,20 @@ def test_chat_rows_as_people_have_them(row, messages):
         ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3"}, ["Add.\n1 2", "3"]),
         ("alpaca", {"instruction": "Add.", "input": " ", "output": "3", "system": "S"}, ["S", "Add.", "3"]),
         ("alpaca", {"instruction": "c", "output": "d", "history": [["a", "b"]]}, ["a", "b", "c", "d"]),
+        ("alpaca", {"instruction": "", "input": "Hi", "output": "3"}, ["Hi", "3"]),
+        ("alpaca", {"instruction": None, "input": "Hi", "output": "3", "history": ""}, ["Hi", "3"]),
+        ("alpaca", {"instruction": "Hi", "output": "3", "system_prompt": "S"}, ["S", "Hi", "3"]),
+        ("prompt_completion", {"system": "S", "prompt": "Hi", "completion": "Hello."}, ["S", "Hi", "Hello."]),
+        ("prompt_completion", {"prompt": ["Hi"], "completion": ["Hello."]}, ["Hi", "Hello."]),
+        ("sharegpt", ROWS["sharegpt"] | {"system_prompt": "S"}, ["S", "Hi", "Hello."]),
+        ("sharegpt", ROWS["sharegpt"] | {"system_message": "S", "system": None}, ["S", "Hi", "Hello."]),
+        ("messages", ROWS["messages"] | {"instructions": "S"}, ["S", "Hi", "Hello."]),
         ("prompt_completion", {"prompt": [USER], "completion": [REPLY]}, ["Hi", "Hello."]),
         ("text", {"text": "A page.", "meta": {"redpajama_set_name": "RedPajamaC4"}}, ["A page."]),
         ("text", {"content": "x = 1\n", "max_stars_repo_path": "a.py", "id": "7"}, ["x = 1\n"]),
     ],
 )
-def test_other_formats_as_people_have_them(source_format, row, contents):
+def test_other_formats_in_common_variants(source_format, row, contents):
     assert FORMATS[source_format].fits(row) and row.keys() & COLUMNS
     assert [m["content"] for m in convert(row, source_format, "f:1").messages] == contents
 
@@ -77,9 +92,11 @@ def test_other_formats_as_people_have_them(source_format, row, contents):
         ([USER, REPLY, REPLY], "two messages of one role in a row"),
         ([REPLY, USER, REPLY], "roles out of order"),
         ([USER, {"role": "system", "content": "S"}, REPLY], "roles out of order"),
-        ([USER, REPLY | {"role": "function"}], "unknown role"),
-        ([USER, REPLY | {"role": ["assistant"]}], "unknown role"),
-        ([USER, {"content": "x"}], "unknown role"),
+        ([USER, REPLY | {"role": "critic"}], "unknown role 'critic'"),
+        ([USER, REPLY | {"role": "\ud800" + "x" * 50}], "unknown role '\\\\ud800" + "x" * 39 + "'"),
+        ([USER, REPLY | {"role": ["assistant"]}], """unknown role "['assistant']\""""),
+        ([USER, REPLY | {"role": 0}], "unknown role '0'"),
+        ([USER, {"content": "x"}], "message without a role"),
         ([USER, REPLY | {"content": None}], "empty message"),
         ([USER, REPLY | {"content": ""}], "empty message"),
         ([USER, REPLY | {"content": " \n"}], "empty message"),
@@ -87,13 +104,20 @@ def test_other_formats_as_people_have_them(source_format, row, contents):
         ([USER, REPLY | {"content": 5}], "content is not text"),
         ([USER, REPLY | {"content": {"parts": ["x"]}}], "content is not text"),
         ([USER, REPLY | {"content": [{"type": "image_url", "image_url": "x"}]}], "image or other non-text content"),
-        ([USER, REPLY | {"content": ["x"]}], "image or other non-text content"),
+        ([USER, REPLY | {"content": [{"type": "thinking", "thinking": "x"}]}], "content of type 'thinking'"),
+        ([USER, REPLY | {"content": [5]}], "content is not text"),
+        ([USER, REPLY | {"content": 0}], "content is not text"),
+        ([USER, REPLY | {"content": False}], "content is not text"),
         ([USER, REPLY | {"content": "a\ud800"}], "lone surrogate"),
         ([USER, REPLY | {"content": "a\0"}], "NUL character"),
-        ([USER, REPLY | {"content": None, "tool_calls": [{"name": "f"}]}], "tool calls"),
+        ([USER, REPLY | {"content": None, "tool_calls": [{"id": "1"}]}], "tool call without a function's name"),
+        ([USER, REPLY | {"content": None, "tool_calls": "f()"}], "tool calls are not a list"),
+        ([USER, REPLY | {"content": None, "tool_calls": 0}], "tool calls are not a list"),
+        ([USER, REPLY | {"weight": 0}], "every reply has weight 0"),
+        ([USER, REPLY | {"masked": True}], "every reply has weight 0"),
     ],
 )
-def test_a_chat_row_that_cannot_be_trained_on_says_why(messages, why):
+def test_an_unusable_chat_row_is_rejected_with_a_reason(messages, why):
     assert reason({"messages": messages}) == why
 
 
@@ -102,6 +126,22 @@ def test_a_chat_row_that_cannot_be_trained_on_says_why(messages, why):
     [
         ("alpaca", {"instruction": "a", "output": None}, "empty message"),
         ("alpaca", {"instruction": "a", "output": "b", "history": ["xy"]}, "history is not pairs"),
+        ("alpaca", {"instruction": "a", "output": "b", "history": 0}, "history is not pairs"),
+        ("alpaca", {"instruction": "a", "input": 0, "output": "b"}, "content is not text"),
+        ("alpaca", {"instruction": "a", "input": False, "output": "b"}, "content is not text"),
+        ("alpaca", {"instruction": "a", "output": "b", "system": 0}, "content is not text"),
+        ("alpaca", {"instruction": "a", "output": "b", "label": False}, "label false: an answer to avoid"),
+        ("alpaca", {"instruction": "a", "output": "b", "kto_tag": False}, "kto_tag false: an answer to avoid"),
+        ("messages", {"messages": [USER, REPLY], "weight": 0.0}, "weight 0.0: the row is not trained on"),
+        ("messages", {"messages": [USER, REPLY], "train": False}, "train false: the row is not trained on"),
+        ("messages", {"messages": [USER, REPLY], "images": ["a.png"]}, "image or other non-text content (images)"),
+        ("messages", {"messages": [USER, REPLY], "tools": "f"}, "tools are not a list of objects"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]}
+            | {"image": "a.png"},
+            "image or other non-text content (image)",
+        ),
         ("prompt_completion", {"prompt": {"a": 1}, "completion": "b"}, "content is not text"),
         ("text", {"text": ""}, "empty message"),
         ("text", {}, "empty message"),
@@ -113,17 +153,93 @@ def test_a_chat_row_that_cannot_be_trained_on_says_why(messages, why):
         ("oasst_trees", TREE | {"prompt": TREE["prompt"]["replies"][0]}, "roles out of order"),
     ],
 )
-def test_a_row_of_another_format_says_why(source_format, row, why):
+def test_a_row_of_another_format_is_rejected_with_a_reason(source_format, row, why):
     assert reason(row, source_format) == why
 
 
-def test_a_row_in_another_language_is_rejected_and_one_that_does_not_say_is_kept():
+CALL = {"name": "weather", "arguments": {"town": "Oslo"}}
+CALLING = REPLY | {"content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+        {"content": "", "tool_calls": [{"type": "function", "function": CALL | {"arguments": '{"town": "Oslo"}'}}]},
+        {"tool_calls": json.dumps([{"function": CALL | {"description": None}}]), "function_call": None},
+        {"content": None, "function_call": CALL | {"arguments": '{"town": "Oslo"}'}},
+    ],
+)
+def test_tool_calls_have_one_form_however_they_are_written(turn):
+    made = convert(
+        {"messages": [USER, {"role": "assistant", **turn}, {"role": "function", "content": "9"}, REPLY]},
+        "messages",
+        "f:1",
+    )
+    assert made.messages == (USER, CALLING, {"role": "tool", "content": "9"}, REPLY)
+    assert made.unused == ()
+
+
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_descriptions_of_tools_are_kept_with_the_conversation(key):
+    function = {"name": "weather", "parameters": {}}
+    tool = {"type": "function", "function": function}
+    for tools in ([function], [tool], json.dumps([tool]), [tool | {"strict": None}]):
+        assert convert(ROWS["messages"] | {key: tools}, "messages", "f:1").tools == (tool,)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("weight", 0), ("weight", 0.0), ("loss_weight", 0), ("train", False), ("loss", False), ("masked", True)],
+)
+def test_a_reply_without_weight_is_left_out_of_the_loss(key, value):
+    made = convert({"messages": [USER, REPLY | {key: value}, USER, REPLY]}, "messages", "f:1")
+    assert made.messages == (USER, REPLY | {"train": False}, USER, REPLY)
+    assert made.unused == ()
+
+
+def test_a_developer_message_is_the_system_text():
+    made = convert({"messages": [{"role": "developer", "content": "S"}, USER, REPLY]}, "messages", "f:1")
+    assert made.messages == ({"role": "system", "content": "S"}, USER, REPLY)
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"label": True, "weight": 1, "train": True}, ()),
+        ({"label": 0, "score": 0, "chosen": "a", "rejected": "b"}, ("chosen", "label", "rejected", "score")),
+        ({"weight": 0.5, "loss": 0.0}, ("loss", "weight")),
+        ({"image": "a.png", "reasoning_content": "x"}, ("image", "reasoning_content")),
+        ({"images": None, "label": None, "tools": "", "rejected": []}, ()),
+        ({"messages": [{"role": "system", "content": "T"}, USER, REPLY], "system": "S"}, ("system",)),
+        ({"messages": [{"role": "system", "content": "S"}, USER, REPLY], "system": "S"}, ()),
+        ({"system": "S", "instructions": "T"}, ("instructions",)),
+        ({"messages": [USER | {"weight": 0}, REPLY | {"weight": 1}]}, ()),
+        ({"messages": [USER | {"weight": 1}, REPLY | {"weight": 0.5}]}, ("message.weight",)),
+        ({"messages": [USER | {"train": True}, REPLY | {"loss": "no"}]}, ("message.loss", "message.train")),
+        ({"messages": [USER | {"images": ["a"], "thinking": "x"}, REPLY]}, ("message.images", "message.thinking")),
+        ({"rationale": "x", "sample_weight": 2.0}, ("rationale", "sample_weight")),
+        ({"messages": [USER, REPLY | {"tool_call": {"name": "f"}, "cot": "x"}]}, ("message.cot", "message.tool_call")),
+        ({"messages": [USER, REPLY | {"train_detail": [{"begin_offset": 0}]}]}, ("message.train_detail",)),
+    ],
+)
+def test_keys_that_other_tools_train_by_are_named_where_the_kit_does_not(row, unused):
+    assert convert(ROWS["messages"] | row, "messages", "f:1").unused == unused
+    assert row.keys() <= COLUMNS  # tables are read for them
+
+
+def test_a_label_of_plain_text_is_no_answer_to_avoid():
+    made = convert({"text": "A film.", "label": False}, "text", "f:1")
+    assert made.unused == ("label",)
+
+
+def test_rows_in_another_language_are_rejected_and_unlabelled_rows_are_kept():
     row = ROWS["messages"]
     assert reason(row | {"lang": "de"}, lang="en") == reason(TREE, "oasst_trees", lang="de") == "other language"
     assert convert(row, "messages", "f:1", "en").lang == "" and convert(TREE, "oasst_trees", "f:1", "en").lang == "en"
 
 
-def test_the_group_is_the_tree_or_what_the_row_says_or_else_the_prompt():
+def test_the_group_is_the_tree_the_group_field_or_the_prompt():
     row = ROWS["messages"]
     same, other = row | {"id": 0}, {"messages": [USER | {"content": "Other"}, REPLY]}
     first, second, third = (convert(r, "messages", "f:1") for r in (row, same, other))
@@ -133,7 +249,7 @@ def test_the_group_is_the_tree_or_what_the_row_says_or_else_the_prompt():
     assert convert(TREE, "oasst_trees", "f:1").group == "t"
 
 
-def test_the_prompt_key_is_of_everything_before_the_first_reply():
+def test_the_prompt_key_covers_everything_before_the_first_reply():
     def key(*messages):
         return Conversation("i", "g", messages).prompt_key()
 
@@ -155,7 +271,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.data())
-def test_a_row_with_anything_anywhere_is_converted_or_rejected(source_format, data):
+def test_any_row_is_converted_or_rejected(source_format, data):
     row = dict(ROWS.get(source_format, {"text": "x"}))
     for key in data.draw(st.lists(st.sampled_from([*row, "system", "group", "id", "lang"]), max_size=2)):
         row[key] = data.draw(json_values)

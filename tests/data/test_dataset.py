@@ -76,14 +76,14 @@ def test_the_ledger_accounts_for_every_token(dataset):
         assert sizes["bound"] <= sizes["rows"]
 
 
-def test_a_ledger_that_does_not_add_up_is_never_written(recipe, monkeypatch):
+def test_a_ledger_that_does_not_add_up_is_an_error(recipe, monkeypatch):
     monkeypatch.setattr(Ledger, "drop", lambda self, row, reason, tokens=0: None)
     with pytest.raises(KitError, match="does not add up"):
         prepare(recipe.override(**{"data.overlong": "drop"}))
     assert not list((data.Path("prepared")).glob("tiny-*"))
 
 
-def test_rows_hold_whole_documents_and_fit(dataset):
+def test_rows_have_complete_documents_and_fit_seq_len(dataset):
     for row in dataset.rows("train"):
         assert len(row["input_ids"]) == len(row["labels"]) == sum(row["seq_lengths"]) <= 128
         assert all(label in (IGNORE, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
@@ -91,7 +91,7 @@ def test_rows_hold_whole_documents_and_fit(dataset):
         assert all(row["labels"][start] == IGNORE for start in starts)  # nothing predicts a first token
 
 
-def test_a_reply_that_is_cut_is_trained_up_to_the_cut_and_keeps_its_end_token(from_rows):
+def test_a_truncated_reply_keeps_its_end_token(from_rows):
     # transformers#34494: a reply that truncation cut was not trained at all.
     made = prepare(from_rows([{"messages": chat("Count.", "one two " * 200)}]))
     (row,) = made.rows("train")
@@ -102,7 +102,7 @@ def test_a_reply_that_is_cut_is_trained_up_to_the_cut_and_keeps_its_end_token(fr
     assert made.manifest["changed_rows"] == {"cut at seq_len": 1}
 
 
-def test_drop_leaves_out_what_is_too_long_and_names_it(from_rows):
+def test_overlong_drop_counts_the_dropped_documents(from_rows):
     rows = [*good(3), {"id": "long", "messages": chat("Count.", "one two " * 200)}]
     manifest = prepare(from_rows(rows, **{"data.overlong": "drop"})).manifest
     assert manifest["dropped_rows"] == {"longer than seq_len": 1}
@@ -110,7 +110,7 @@ def test_drop_leaves_out_what_is_too_long_and_names_it(from_rows):
     adds_up(manifest)
 
 
-def test_split_makes_documents_of_whole_turns_that_all_begin_with_the_system_message(from_rows, smollm2):
+def test_overlong_split_makes_documents_of_complete_turns_with_the_system_message(from_rows, smollm2):
     turns = [f"{who} {i} " + "word " * 20 for i in range(6) for who in ("ask", "reply")]
     rows = [{"id": "many", "messages": [{"role": "system", "content": "Be brief."}, *chat(*turns)]}]
     made = prepare(from_rows(rows, **{"data.overlong": "split", "data.packing": False}))
@@ -125,14 +125,14 @@ def test_split_makes_documents_of_whole_turns_that_all_begin_with_the_system_mes
     assert adds_up(made.manifest)["repeated_tokens"] == 2 * head
 
 
-def test_split_cuts_a_single_turn_that_is_too_long_and_counts_it(from_rows):
+def test_overlong_split_truncates_a_single_long_turn(from_rows):
     rows = [{"messages": chat("Hi", "Hello.", "Count.", "one two " * 200)}]
     manifest = prepare(from_rows(rows, **{"data.overlong": "split"})).manifest
     assert manifest["changed_rows"] == {"split": 1, "cut at seq_len": 1}
     assert adds_up(manifest)["dropped"]["cut at seq_len"] > 0
 
 
-def test_plain_text_is_split_into_pieces_without_a_token_lost(from_rows, smollm2):
+def test_plain_text_is_split_without_losing_tokens(from_rows, smollm2):
     made = prepare(from_rows([{"text": "one two three " * 200}], **{"data.overlong": "split", "data.packing": False}))
     rows = made.rows("train")
     assert [len(row["input_ids"]) for row in rows][:-1] == [128] * (len(rows) - 1)
@@ -142,7 +142,7 @@ def test_plain_text_is_split_into_pieces_without_a_token_lost(from_rows, smollm2
     assert not adds_up(made.manifest)["dropped"]
 
 
-def test_the_same_inputs_are_a_hit_in_under_a_second_and_take_no_disk(recipe, dataset):
+def test_equal_inputs_reuse_the_folder_in_less_than_a_second(recipe, dataset):
     # datasets#6179: a tokenizer that was used hashes differently, so that everything ran again.
     load_tokenizer(recipe.model.name)("a call between")
     before = {p: p.stat().st_mtime_ns for p in dataset.path.rglob("*")}
@@ -154,7 +154,7 @@ def test_the_same_inputs_are_a_hit_in_under_a_second_and_take_no_disk(recipe, da
     assert [p for p in dataset.path.parent.iterdir() if p.is_dir()] == [dataset.path]
 
 
-def test_a_large_input_is_read_once_and_again_when_it_changes(from_rows, tmp_path, monkeypatch):
+def test_inputs_are_hashed_once_until_they_change(from_rows, tmp_path, monkeypatch):
     recipe = from_rows(good(5))
     source = tmp_path / "chat.jsonl"
     os.utime(source, (1e9, 1e9))  # long ago: what changed just now may change again under the same time stamp
@@ -166,12 +166,12 @@ def test_a_large_input_is_read_once_and_again_when_it_changes(from_rows, tmp_pat
     assert prepare(recipe).path != first.path and str(source) in read
 
 
-def test_another_setting_gives_another_folder_and_a_forecast_size_does_not(recipe, dataset):
+def test_data_settings_change_the_folder_and_forecast_sizes_do_not(recipe, dataset):
     assert prepare(recipe.override(**{"data.loss": "all"})).path != dataset.path
     assert prepare(recipe.override(**{"data.tokens": 5})).path == dataset.path
 
 
-def test_the_bytes_are_the_same_for_two_workers_and_another_hash_seed(recipe, dataset, tmp_path):
+def test_bytes_do_not_depend_on_workers_or_the_hash_seed(recipe, dataset, tmp_path):
     code = (
         "import sys; from kit.data.dataset import prepare; from kit.config.recipe import Recipe\n"
         "prepare(Recipe.load(sys.argv[1]), workers=2)"
@@ -184,14 +184,14 @@ def test_the_bytes_are_the_same_for_two_workers_and_another_hash_seed(recipe, da
     assert digest_of(tmp_path / "other" / dataset.path) == digest_of(dataset.path)
 
 
-def test_eight_parts_made_apart_merge_into_the_same_folder(recipe, dataset, tmp_path):
+def test_eight_separate_parts_merge_into_the_same_folder(recipe, dataset, tmp_path):
     source = open_source(recipe.data.source)
     parts = [encode_part(recipe, source, tmp_path / "parts", Part(i, 8), "auto") for i in range(8)]
     merged = merge(recipe, parts[::-1], tmp_path / "merged")
     assert digest_of(merged.path) == digest_of(dataset.path)
 
 
-def test_parts_that_are_missing_or_of_another_recipe_are_refused(recipe, tmp_path):
+def test_missing_parts_and_parts_of_another_recipe_are_errors(recipe, tmp_path):
     source = open_source(recipe.data.source)
     parts = [encode_part(recipe, source, tmp_path / "parts", Part(i, 2)) for i in range(2)]
     with pytest.raises(InputError, match=r"Parts \[1\] of 0 to 1 are here"):
@@ -200,7 +200,7 @@ def test_parts_that_are_missing_or_of_another_recipe_are_refused(recipe, tmp_pat
         merge(recipe.override(**{"data.loss": "all"}), parts)
 
 
-def test_sixty_four_starters_build_once(recipe):
+def test_sixty_four_concurrent_processes_build_once(recipe):
     # huggingface/trl#7223: 57 of 64 ranks prepared the same data again.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kit.data.dataset"])
@@ -229,7 +229,7 @@ def test_without_file_locks_two_builders_leave_one_complete_folder_and_warn(reci
     adds_up(made.manifest)
 
 
-def test_a_folder_that_a_killed_builder_left_is_never_taken_for_a_whole_one(recipe, tmp_path):
+def test_an_incomplete_folder_of_a_killed_process_is_not_used(recipe, tmp_path):
     (tmp_path / "tiny.toml").write_text(recipe.toml())
     code = (
         "import os, signal, sys; from kit import files; from kit.data import dataset as data\n"
@@ -250,7 +250,7 @@ def test_a_folder_that_a_killed_builder_left_is_never_taken_for_a_whole_one(reci
     assert find_prepared(recipe).path == made.path
 
 
-def test_a_tree_never_stands_on_both_sides_and_additions_move_nothing(recipe, from_rows):
+def test_trees_are_never_divided_and_added_rows_do_not_move_others(recipe, from_rows):
     def sides(rows):
         source = from_rows(rows).data.source
         return {c.id: is_eval(c, recipe) for _, c in open_source(source).read("", lambda row, reason: None)}
@@ -266,7 +266,7 @@ def test_dropped_rows_are_counted_by_reason_with_examples(from_rows):
     bad = {
         "empty message": chat("Hi", None),
         "no reply": chat("Hi"),
-        "unknown role": [*chat("Hi", "Hello."), {"role": "narrator", "content": "x"}],
+        "unknown role 'narrator'": [*chat("Hi", "Hello."), {"role": "narrator", "content": "x"}],
         "two messages of one role in a row": [*chat("Hi"), *chat("Hi", "Hello.")],
     }
     rows = good(20) + [{"id": f"{reason} {i}", "messages": m} for i in range(7) for reason, m in bad.items()]
@@ -275,13 +275,13 @@ def test_dropped_rows_are_counted_by_reason_with_examples(from_rows):
     assert manifest["dropped_examples"] == {reason: [f"{reason} {i}" for i in range(5)] for reason in bad}
 
 
-def test_a_reply_that_begins_after_seq_len_is_dropped_and_named(from_rows):
+def test_a_reply_that_begins_after_seq_len_is_dropped_with_its_reason(from_rows):
     manifest = prepare(from_rows([*good(2), {"id": "late", "messages": chat("word " * 200, "Yes.")}])).manifest
     assert manifest["dropped_examples"] == {"no reply inside seq_len": ["late"]}
     adds_up(manifest)
 
 
-def test_rows_that_the_template_refuses_are_counted_and_named(from_rows, tiny, tmp_path):
+def test_rows_refused_by_the_template_are_counted_by_reason(from_rows, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "strict")
     template = tmp_path / "strict" / "chat_template.jinja"
     refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -291,7 +291,48 @@ def test_rows_that_the_template_refuses_are_counted_and_named(from_rows, tiny, t
     assert manifest["dropped_examples"] == {"refused by the chat template: no system role": ["s"]}
 
 
-def test_exact_duplicates_are_dropped_and_the_first_stays(from_rows):
+def test_what_is_not_trained_on_is_counted_in_the_manifest_and_shown(from_rows, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "endless")
+    (tmp_path / "endless" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [row | {"tools": [{"name": "f"}], "score": 0} for row in good(3)]
+    rows[1]["messages"][1]["reasoning_content"] = "because"
+    rows.append({"messages": [*chat("Hi", "Wrong."), *chat("Hi", "Right.")]})
+    rows[3]["messages"][1]["weight"] = 0
+    made = prepare(from_rows(rows, **{"model.name": str(tmp_path / "endless")}))
+    assert made.manifest["unused_keys"] == {"message.reasoning_content": 1, "score": 3, "tools": 3}
+    assert made.manifest["changed_rows"] == {"reply of weight 0": 1}
+    assert list(made.manifest["warnings"].values()) == [4]
+    shown = str(made)
+    assert "reasoning_content" in shown and "will not learn to stop" in shown
+    assert "Changed rows: reply of weight 0 (1)" in shown
+
+
+def test_other_files_of_a_folder_are_named(from_rows, tmp_path):
+    (tmp_path / "d").mkdir()
+    job = from_rows(good(3), "d/a.jsonl")
+    for name in ("b.ndjson", "c.csv", ".hidden", "dataset_info.json"):
+        (tmp_path / "d" / name).write_text("{}")
+    made = prepare(job.override(**{"data.source": str(tmp_path / "d")}))
+    assert made.manifest["files_not_read"] == ["b.ndjson", "c.csv"]
+    assert "Files that are not read: b.ndjson, c.csv" in str(made)
+
+
+def test_conversations_that_differ_in_weights_alone_are_no_duplicates(from_rows):
+    rows = [{"id": str(i), "messages": [*chat("Hi", "One."), *chat("Hi", "Two.")]} for i in range(3)]
+    for row, reply in zip(rows, (1, 3, 3), strict=True):
+        row["messages"][reply]["weight"] = 0
+    assert prepare(from_rows(rows)).manifest["dropped_examples"] == {"duplicate": ["2"]}
+
+
+def test_a_piece_of_a_conversation_without_a_reply_in_the_loss_is_counted(from_rows):
+    messages = [*chat("Hi", "one two " * 40), *chat("Hi", "three four " * 40)]
+    messages[1]["train"] = False
+    manifest = prepare(from_rows([{"id": "m", "messages": messages}], **{"data.overlong": "split"})).manifest
+    assert manifest["dropped_examples"] == {"no reply in the loss": ["m"]}
+    adds_up(manifest)
+
+
+def test_of_exact_duplicates_the_first_is_kept(from_rows):
     rows = [*good(4), *(dict(row, id=f"again {i}") for i, row in enumerate(good(2)))]
     manifest = prepare(from_rows(rows)).manifest
     assert manifest["dropped_rows"] == {"duplicate": 2}
@@ -299,7 +340,7 @@ def test_exact_duplicates_are_dropped_and_the_first_stays(from_rows):
     assert adds_up(manifest)["dropped"]["duplicate"] == manifest["splits"]["train"]["tokens"] / 2
 
 
-def test_a_prompt_that_stands_in_both_splits_is_reported(from_rows, tmp_path):
+def test_a_prompt_in_both_splits_is_reported(from_rows, tmp_path):
     folder = tmp_path / "both"
     folder.mkdir()
     from_rows(good(5), "both/train.jsonl")
@@ -323,18 +364,18 @@ def test_a_table_of_any_size_is_written_in_batches_below_the_limit_of_int32(reci
     assert small.rows("train").to_list() == dataset.rows("train").to_list()
 
 
-def test_nothing_left_to_train_on_is_said(from_rows):
-    with pytest.raises(KitError, match=r"Nothing is left to train on.*'no reply': 1"):
+def test_no_remaining_rows_is_an_error(from_rows):
+    with pytest.raises(KitError, match=r"No row of .* can be trained on: no reply \(1 row, such as .*:1\)\."):
         prepare(from_rows([{"messages": chat("x")}]))
     assert not [p for p in data.Path("prepared").iterdir() if p.is_dir()]
 
 
-def test_a_model_that_is_nowhere_says_where_it_was_looked_for(recipe):
+def test_a_missing_model_is_an_error_that_lists_the_places(recipe):
     with pytest.raises(InputError, match=r"no folder .*nobody/nothing.*hub's cache.*Set model.name"):
         prepare(recipe.override(**{"model.name": "nobody/nothing"}))
 
 
-def test_the_dataset_shows_itself_and_as_json_is_what_the_command_prints(from_rows):
+def test_the_dataset_as_text_and_as_json(from_rows):
     rows = [*good(20), {"id": "empty", "messages": chat("Hi", "")}]
     recipe = from_rows(rows)
     made = prepare(recipe)
@@ -345,7 +386,7 @@ def test_the_dataset_shows_itself_and_as_json_is_what_the_command_prints(from_ro
     text = str(made)
     for words in ("Where the tokens went", "kept, in the loss", "Dropped rows", "empty message", "Lengths"):
         assert words in text
-    assert made._repr_mimebundle_()["text/html"].count("<table>") == 4
+    assert made._repr_mimebundle_()["text/html"].count("<table") == 3
     assert Dataset(made.path) == made and Dataset(made.path).as_dict()["optimizer_steps"] is None
 
 
@@ -376,9 +417,7 @@ class OtherIds:
 @pytest.mark.parametrize(
     ("right", "engine"), [(0, "tokenizers"), (len(PROBE_TEXTS) + 40, "tokenizers"), (10**9, "gigatoken")]
 )
-def test_engine_auto_uses_gigatoken_only_where_it_is_proven_equal(
-    recipe, dataset, tmp_path, monkeypatch, right, engine
-):
+def test_engine_auto_uses_gigatoken_only_where_ids_are_equal(recipe, dataset, tmp_path, monkeypatch, right, engine):
     monkeypatch.setattr(Engine, "_load_gigatoken", lambda self: OtherIds(self.backend, right))
     made = prepare(recipe, tmp_path / "auto", engine="auto")
     assert made.manifest["engine"] == engine
@@ -386,7 +425,7 @@ def test_engine_auto_uses_gigatoken_only_where_it_is_proven_equal(
         assert path.read_bytes() == (made.path / path.relative_to(dataset.path)).read_bytes()
 
 
-def test_engine_gigatoken_that_differs_is_an_error(recipe, monkeypatch):
+def test_engine_gigatoken_with_other_ids_is_an_error(recipe, monkeypatch):
     monkeypatch.setattr(Engine, "_load_gigatoken", lambda self: OtherIds(self.backend, len(PROBE_TEXTS) + 40))
     with pytest.raises(KitError, match=r"gigatoken differs from tokenizers .*engine tokenizers"):
         prepare(recipe, engine="gigatoken")

@@ -58,10 +58,9 @@ def check(out, mixed, copied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", [1, 3])
-def test_planted_near_duplicates_are_found_and_the_rest_stays(tmp_path, planted, tasks, capfd):
+def test_planted_near_duplicates_are_removed_and_nothing_else(tmp_path, planted, capfd):
     mixed, copied = planted
-    report = deduplicate(write(tmp_path / "mixed.jsonl", mixed), tmp_path / "out", tasks=tasks)
+    report = deduplicate(write(tmp_path / "mixed.jsonl", mixed), tmp_path / "out")
     assert report.as_dict() == {"documents": 120, "kept": 100, "removed": 20, "rejected": {}}
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report.as_dict()
     check(tmp_path / "out", mixed, copied)
@@ -84,7 +83,7 @@ def test_kept_rows_are_a_source_with_the_same_ids_groups_and_splits(tmp_path):
     assert [c.split for c in read[1]] == ["train", "eval"]
 
 
-def test_plain_text_short_texts_and_texts_without_spaces(tmp_path):
+def test_short_texts_and_texts_without_spaces(tmp_path):
     chinese = "今天天气很好我们一起去公园散步然后回家吃饭看书睡觉明天再去学校上课学习数学和英语还要打扫教室"
     texts = ["yes", "yes", "what?", "!!!", chinese, chinese.replace("天气", "天色"), "10 + 4 is 14, says he", ""]
     texts += ["20 + 9 is 29, says he"]
@@ -94,7 +93,7 @@ def test_plain_text_short_texts_and_texts_without_spaces(tmp_path):
     assert kept == [t for i, t in enumerate(texts) if i not in (5, 7)]  # numbers are not blurred
 
 
-def test_what_cannot_be_done_is_refused_and_leaves_nothing(tmp_path):
+def test_invalid_calls_are_errors_and_leave_no_folder(tmp_path):
     source = write(tmp_path / "t.jsonl", [{"text": "one two three four five six"}])
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already"):

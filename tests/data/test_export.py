@@ -101,14 +101,14 @@ def test_pointers_beyond_2_gib_are_exact(tmp_path, megatron):
     assert pointers.tolist() == [i * 2**30 for i in range(8)]
 
 
-def test_ids_of_a_128k_vocabulary_come_back(tmp_path, smollm2):
+def test_ids_of_a_128k_vocabulary_are_exact(tmp_path, smollm2):
     # princeton-nlp/LLM-Shearing#65: uint16 cut Llama 3's ids; 128,009 is its <|eot_id|>.
     dataset = dataset_of(tmp_path / "prepared", smollm2, [[128_000, 128_009]], extra_tokens=128_256 - 49_152)
     to_megatron(dataset, tmp_path / "out")
     assert np.fromfile(tmp_path / "out" / "train.bin", np.int32).tolist() == [128_000, 128_009]
 
 
-def test_parquet_holds_every_column_and_loads_by_split(tmp_path, smollm2):
+def test_parquet_has_every_column_and_loads_by_split(tmp_path, smollm2):
     import datasets
 
     dataset = dataset_of(tmp_path / "prepared", smollm2, documents(3001, 49_152))
@@ -121,7 +121,7 @@ def test_parquet_holds_every_column_and_loads_by_split(tmp_path, smollm2):
 
 
 @pytest.mark.parametrize("export", [to_megatron, to_parquet])
-def test_an_export_that_exists_is_left_as_it_is(tmp_path, smollm2, export):
+def test_an_existing_folder_is_not_changed(tmp_path, smollm2, export):
     dataset = dataset_of(tmp_path / "prepared", smollm2, documents(3, 100))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
@@ -147,24 +147,29 @@ def corpus(tmp_path):
     return path, texts
 
 
-def test_webdataset_shards_hold_all_texts_in_order_and_keep_their_size(tmp_path, corpus):
+def test_webdataset_shards_have_all_texts_in_order_and_limited_size(tmp_path, corpus):
     path, texts = corpus
     counts = to_webdataset(open_source(str(path)), tmp_path / "out", shard_bytes=100_000)
     shards = sorted((tmp_path / "out").glob("*.tar"))
-    assert counts.counts == {"documents": 60, "shards": len(shards)} and counts.rejected == {"empty message": 1}
+    assert counts.as_dict() == {
+        "folder": str(tmp_path / "out"),
+        "documents": 60,
+        "shards": len(shards),
+        "rejected": {"empty message": 1},
+    }
     assert [p.name for p in shards] == [f"train-{i:06d}.tar" for i in range(len(shards))]
     assert [(f"{i:09d}.txt", t.encode()) for i, t in enumerate(texts)] == list(members(tmp_path / "out"))
     assert all(p.stat().st_size <= 100_000 for p in shards)
     assert len(shards) <= 2 * sum(p.stat().st_size for p in shards) / 100_000
 
 
-def test_a_document_larger_than_a_shard_has_one_of_its_own(tmp_path, corpus):
+def test_a_document_larger_than_the_limit_is_alone_in_its_shard(tmp_path, corpus):
     path, texts = corpus
-    assert to_webdataset(open_source(str(path)), tmp_path / "out", shard_bytes=1).counts["shards"] == len(texts)
+    assert to_webdataset(open_source(str(path)), tmp_path / "out", shard_bytes=1).as_dict()["shards"] == len(texts)
     assert [data.decode() for _, data in members(tmp_path / "out")] == texts
 
 
-def test_webdataset_bytes_are_the_same_each_time(tmp_path, corpus):
+def test_webdataset_bytes_are_reproducible(tmp_path, corpus):
     path, _ = corpus
     for name in ("one", "two"):
         to_webdataset(open_source(str(path)), tmp_path / name, shard_bytes=200_000)
@@ -174,20 +179,20 @@ def test_webdataset_bytes_are_the_same_each_time(tmp_path, corpus):
     assert digests[0] == digests[1]
 
 
-def test_webdataset_keeps_conversations_whole_and_splits_apart(tmp_path, real_trees):
+def test_webdataset_members_are_conversations_and_shards_are_of_one_split(tmp_path, real_trees):
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}], "id": "a.b/c"}
     (tmp_path / "chat").mkdir()
     for name in ("train.jsonl", "validation.jsonl"):
         (tmp_path / "chat" / name).write_text(json.dumps(chat) + "\n")
-    assert to_webdataset(open_source(str(tmp_path / "chat")), tmp_path / "split").counts["documents"] == 2
+    assert to_webdataset(open_source(str(tmp_path / "chat")), tmp_path / "split").as_dict()["documents"] == 2
     assert {p.name for p in (tmp_path / "split").iterdir()} == {"train-000000.tar", "eval-000000.tar"}
     name, data = next(members(tmp_path / "split"))
     assert name == "000000000.json" and {k: json.loads(data)[k] for k in chat} == chat
     counts = to_webdataset(open_source(str(real_trees)), tmp_path / "trees")
-    assert counts.counts["documents"] == 100 == sum(1 for _ in members(tmp_path / "trees"))
+    assert counts.as_dict()["documents"] == 100 == sum(1 for _ in members(tmp_path / "trees"))
 
 
-def test_a_source_that_breaks_off_leaves_nothing(tmp_path):
+def test_a_damaged_source_leaves_no_folder(tmp_path):
     rows = "".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(2000))
     (tmp_path / "corpus.jsonl").write_bytes(rows.encode() + b'{"text": "\xff\xfe"}\n')
     with pytest.raises(InputError, match="UTF-8"):

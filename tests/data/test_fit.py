@@ -23,7 +23,7 @@ def smol(smollm2):
     st.integers(48, 160),
 )  # fmt: skip
 @settings(deadline=None)
-def test_every_token_of_any_conversation_is_kept_or_dropped_for_a_reason(smol, turns, system, overlong, size):
+def test_every_token_is_kept_or_dropped_with_a_reason(smol, turns, system, overlong, size):
     messages = [{"role": "system", "content": "Be brief."}] * system
     for asked, replied in turns:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]

@@ -1,6 +1,8 @@
 import hashlib
 import json
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +11,7 @@ from kit.data.dataset import find_prepared, prepare
 from kit.data.documents import Documents
 from kit.data.identity import FORMAT_VERSION, dataset_digest
 from kit.data.sources import find_files
+from kit.errors import InputError
 
 # Of each FORMAT_VERSION, sha256 over the Arrow files of the project's own sample, for each way to fit long documents.
 PACKED_BYTES = {
@@ -17,10 +20,11 @@ PACKED_BYTES = {
         "split": "c189093ff503dff58ac5803dfa6dc03eb9681534600e4d6942cc8113efdaa63d",
     }
 }
+PACKED_BYTES[2] = PACKED_BYTES[1]  # the sample has no weights, tools or reasoning
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_the_format_version_is_raised_when_rows_change(recipe, overlong):
+def test_rows_do_not_change_without_a_new_format_version(recipe, overlong):
     made = prepare(recipe.override(**{"data.overlong": overlong}), engine="tokenizers")
     digest = hashlib.sha256()
     for path in sorted(made.path.glob("*/*.arrow")):
@@ -31,7 +35,7 @@ def test_the_format_version_is_raised_when_rows_change(recipe, overlong):
     )
 
 
-def test_a_raised_format_version_is_another_dataset(recipe, tmp_path, monkeypatch):
+def test_another_format_version_has_another_digest(recipe, tmp_path, monkeypatch):
     found = find_files(recipe.data.source)
     before = dataset_digest(recipe, found, tmp_path)
     assert dataset_digest(recipe, found, tmp_path) == before
@@ -62,7 +66,7 @@ def chats(recipe, tmp_path):
     return recipe.override(**{"data.source": str(source), "data.eval_fraction": 0.0})
 
 
-def test_find_prepared_and_prepare_give_one_answer(chats, tmp_path):
+def test_find_prepared_returns_what_prepare_made(chats, tmp_path):
     source = tmp_path / "chats.jsonl"
     assert find_prepared(chats) is None
     first = prepare(chats)
@@ -76,25 +80,25 @@ def test_find_prepared_and_prepare_give_one_answer(chats, tmp_path):
     assert find_prepared(chats) == first  # other time stamp, same bytes
 
 
-def test_another_format_version_is_not_taken_for_prepared(chats, monkeypatch):
+def test_a_folder_of_another_format_version_is_not_found(chats, monkeypatch):
     prepare(chats)
     monkeypatch.setattr(identity, "FORMAT_VERSION", FORMAT_VERSION + 1)
     assert find_prepared(chats) is None
 
 
-def test_recipes_with_the_same_inputs_share_one_folder(chats):
+def test_recipes_with_equal_inputs_share_one_folder(chats):
     first = prepare(chats)
     other = chats.override(name="other", **{"schedule.lr": 1e-3})
     assert find_prepared(other).path == prepare(other).path == first.path
 
 
-def test_data_that_are_gone_are_not_prepared(chats, tmp_path):
+def test_without_its_data_no_folder_is_found(chats, tmp_path):
     prepare(chats)
     (tmp_path / "chats.jsonl").unlink()
     assert find_prepared(chats) is None
 
 
-def test_find_prepared_reads_no_data_that_have_not_changed(chats, monkeypatch):
+def test_find_prepared_does_not_read_unchanged_data(chats, monkeypatch):
     made = prepare(chats)
     digest_file, read = hashlib.file_digest, []
 
@@ -107,12 +111,12 @@ def test_find_prepared_reads_no_data_that_have_not_changed(chats, monkeypatch):
     assert chats.data.source not in read
 
 
-def test_without_a_folder_of_these_settings_nothing_is_read(chats, monkeypatch):
+def test_data_are_not_read_without_a_folder_of_these_settings(chats, monkeypatch):
     monkeypatch.setattr(hashlib, "file_digest", lambda stream, kind: pytest.fail(f"{stream.name} was read"))
     assert find_prepared(chats) is None
 
 
-def test_find_prepared_works_in_a_folder_that_cannot_be_written(chats, monkeypatch, tmp_path):
+def test_find_prepared_works_in_a_read_only_folder(chats, monkeypatch, tmp_path):
     made = prepare(chats)
     os.utime(tmp_path / "chats.jsonl", (1e9 + 5, 1e9 + 5))
 
@@ -125,3 +129,15 @@ def test_find_prepared_works_in_a_folder_that_cannot_be_written(chats, monkeypat
 
 def test_documents_of_no_parts_are_empty():
     assert len(Documents([]).length) == 0
+
+
+def test_the_cache_that_a_profile_names_is_where_prepare_looks(recipe, tiny, local, tmp_path):
+    snapshot = tmp_path / "pool" / "hub" / "models--some--tiny" / "snapshots" / ("a" * 40)
+    shutil.copytree(tiny, snapshot)
+    pool = replace(local, paths=replace(local.paths, hf_home=str(tmp_path / "pool")))
+    job = recipe.override(**{"model.name": "some/tiny"})
+    with pytest.raises(InputError, match="not found"):
+        prepare(job, tmp_path / "out")
+    made = prepare(job, tmp_path / "out", cluster=pool)
+    assert find_prepared(job, tmp_path / "out", pool) == made
+    assert find_prepared(job, tmp_path / "out") is None

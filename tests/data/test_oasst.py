@@ -29,13 +29,13 @@ def joined(rows):
     return [tree for _, tree in trees], rejected
 
 
-def test_the_best_ranked_reply_wins_wherever_it_stands():
+def test_the_best_ranked_reply_is_chosen_in_any_order():
     root = node("p", "prompter", replies=[node("b", "assistant", rank=1), node("a", "assistant", rank=0)])
     assert ids(best_path(root)) == ["p", "a"]
 
 
 @pytest.mark.parametrize("gone", [{"deleted": True}, {"lang": "de"}, {"text": " "}, {"review_result": False}])
-def test_where_rank_0_is_filtered_out_the_next_counts(gone):
+def test_without_rank_0_the_next_rank_is_chosen(gone):
     replies = [
         node("a", "assistant", rank=0) | gone,
         node("c", "assistant", rank=2),
@@ -44,7 +44,7 @@ def test_where_rank_0_is_filtered_out_the_next_counts(gone):
     assert ids(best_path(node("p", "prompter", replies=replies), "en")) == ["p", "b"]
 
 
-def test_a_message_that_nobody_reviewed_enough_is_no_spam():
+def test_an_undecided_review_is_not_spam():
     # Open-Assistant's export leaves review_result null unless true or reviewed more than twice.
     assert not unusable(node("p", "prompter", review_result=None))
 
@@ -55,7 +55,7 @@ def test_an_unranked_sibling_comes_after_a_ranked_one(rank):
     assert ids(best_path(node("p", "prompter", replies=replies))) == ["p", "r"]
 
 
-def test_the_longest_branch_wins_and_a_trailing_prompt_is_dropped():
+def test_the_longest_branch_is_chosen_without_a_trailing_prompt():
     longer = node("q2", "prompter", replies=[node("a2", "assistant", replies=[node("q3", "prompter")])])
     root = node(
         "p", "prompter", replies=[node("a", "assistant", replies=[node("q1", "prompter", text="x" * 99), longer])]
@@ -63,7 +63,7 @@ def test_the_longest_branch_wins_and_a_trailing_prompt_is_dropped():
     assert ids(best_path(root)) == ["p", "a", "q2", "a2"]
 
 
-def test_a_tree_without_a_surviving_reply_gives_nothing():
+def test_a_tree_without_usable_replies_has_no_path():
     assert best_path(node("p", "prompter", replies=[node("a", "assistant", lang="de")]), "en") == []
     assert best_path(node("p", "prompter", deleted=True, replies=[node("a", "assistant")])) == []
 
@@ -114,7 +114,7 @@ def test_the_path_is_the_best_of_all_paths(root):
 
 
 @given(random_trees(), st.randoms())
-def test_the_order_of_replies_does_not_matter(root, chance):
+def test_the_path_does_not_depend_on_the_order_of_replies(root, chance):
     def shuffle(message):
         chance.shuffle(message["replies"])
         for reply in message["replies"]:
@@ -125,7 +125,7 @@ def test_the_order_of_replies_does_not_matter(root, chance):
 
 
 @given(random_trees(), st.integers())
-def test_messages_in_any_order_give_their_tree(root, seed):
+def test_messages_in_any_order_are_joined_into_trees(root, seed):
     rows = list(flat(root))
     random.Random(seed).shuffle(rows)
     trees, rejected = joined(rows)
@@ -133,7 +133,7 @@ def test_messages_in_any_order_give_their_tree(root, seed):
     assert ids(best_path(trees[0]["prompt"])) == ids(best_path(root))
 
 
-def test_messages_outside_of_any_tree_are_each_rejected_with_the_reason():
+def test_messages_outside_of_trees_are_rejected_with_reasons():
     def message(key, parent):
         return {"message_id": key, "parent_id": parent, "role": "prompter", "text": "t"}
 
@@ -144,3 +144,10 @@ def test_messages_outside_of_any_tree_are_each_rejected_with_the_reason():
     assert sorted(rejected) == sorted(
         ["duplicate id", *["parent is missing"] * 2, *["parents in a circle"] * 3, *["no message id"] * 2]
     )
+
+
+def test_the_number_0_is_an_identifier():
+    rows = [{"message_id": 0, "text": "Hi", "role": "prompter"}, {"message_id": 1, "parent_id": 0, "text": "Hello."}]
+    rejected = []
+    (tree,) = [tree for _, tree in join(enumerate(rows), lambda *row: rejected.append(row))]
+    assert [reply["message_id"] for reply in tree["prompt"]["replies"]] == [1] and not rejected

@@ -33,14 +33,14 @@ def one_by_one(lengths, size):
 
 
 @given(LENGTHS, st.integers(0, 3))
-def test_every_document_lands_once_and_no_row_overflows(lengths, seed):
+def test_every_document_is_packed_once_and_rows_fit(lengths, seed):
     rows = rows_of(lengths, 64, seed)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in row) <= 64 for row in rows)
 
 
 @given(LENGTHS)
-def test_rows_are_those_of_best_fit_one_document_at_a_time(lengths):
+def test_packing_equals_best_fit_decreasing(lengths):
     assert sorted(sum(lengths[i] for i in row) for row in rows_of(lengths, 64)) == one_by_one(lengths, 64)
 
 
@@ -50,7 +50,7 @@ def test_no_packing_is_below_the_lower_bound(lengths):
     assert -(-sum(lengths) // 64) <= bound <= len(rows_of(lengths, 64))
 
 
-def test_documents_just_over_half_a_row_are_known_to_need_one_each():
+def test_documents_above_half_a_row_need_a_row_each():
     # 2,566 rows hold that many tokens, but no two documents share one.
     assert lower_bound([1025] * 5125, 2048) == len(rows_of([1025] * 5125, 2048)) == 5125
 
@@ -64,7 +64,7 @@ def test_the_oasst_length_distribution_packs_within_6_in_1000_of_the_lower_bound
         assert len(rows_of(lengths, 2048)) <= 1.006 * lower_bound(lengths, 2048)
 
 
-def test_the_seed_orders_the_rows_and_nothing_else_does():
+def test_only_the_seed_determines_the_order():
     lengths = list(range(1, 50))
     assert rows_of(lengths, 64, 1) == rows_of(lengths, 64, 1) != rows_of(lengths, 64, 2)
 
@@ -81,6 +81,6 @@ def test_a_million_documents_take_seconds():
     assert time.process_time() - start < 5  # about 0.7 s
 
 
-def test_a_document_longer_than_a_row_is_refused():
+def test_a_document_longer_than_a_row_is_an_error():
     with pytest.raises(ValueError, match="1 documents are longer than 8"):
         pack([4, 9], 8, 0)

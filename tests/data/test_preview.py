@@ -1,3 +1,4 @@
+import html
 import json
 
 import pytest
@@ -27,7 +28,7 @@ def chats(recipe, tmp_path):
     return prepare(recipe.override(**source))
 
 
-def test_every_script_and_emoji_is_shown_as_written(chats):
+def test_every_script_and_emoji_is_shown_exactly(chats):
     shown = chats.preview()
     text = "".join(span.text for span in shown.spans)
     assert "\ufffd" not in text and "\ufffd" not in str(shown)
@@ -43,18 +44,19 @@ def test_the_loss_is_marked_exactly(chats):
     assert sum(span.tokens for span in shown.spans if span.in_loss) == shown.loss_tokens
     page = shown._repr_mimebundle_()["text/html"]
     assert "&lt;b&gt;" in page and "<b>" not in page
+    assert page.index("<pre") < page.index(html.escape(EMOJI))  # MathJax skips <pre>
     assert page.count("<hr") == shown.documents - 1
     assert page.count("background:#dbeafe") == shown.documents
 
 
 @pytest.mark.parametrize("limit", range(1, 60))
-def test_a_cut_never_breaks_a_character(chats, limit):
+def test_the_end_of_a_preview_never_breaks_a_character(chats, limit):
     shown = chats.preview(tokens=limit)
     assert limit - 3 <= shown.shown <= limit
     assert "\ufffd" not in "".join(span.text for span in shown.spans)
 
 
-def test_other_rows_and_splits_are_reached_by_number(recipe):
+def test_rows_and_splits_are_selected_by_number(recipe):
     made = prepare(recipe)
     rows = made.manifest["splits"]["train"]["rows"]
     assert made.preview(0).spans != made.preview(1).spans
@@ -67,7 +69,7 @@ def test_other_rows_and_splits_are_reached_by_number(recipe):
         made.preview(split="test")
 
 
-def test_a_preview_prints_as_plain_text_and_as_json(chats):
+def test_a_preview_as_text_and_as_json(chats):
     shown = chats.preview()
     assert "\u27e6" in str(shown) and "-" * 40 in str(shown)
     assert json.loads(json.dumps(shown.as_dict()))["spans"][0]["in_loss"] is False

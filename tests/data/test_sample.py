@@ -22,7 +22,7 @@ RANKS = [[m.get("rank") for m in group] for group in GROUPS]
 ALIVE = [[m for m in group if not m["deleted"]] for group in GROUPS]
 
 
-def test_it_is_large_enough_and_speaks_four_languages():
+def test_the_sample_is_large_enough_and_has_four_languages():
     count = Counter(tree["prompt"]["lang"] for tree in TREES)
     assert count.total() >= 48 and count.pop("en") >= 40
     assert set(count) == {"de", "es", "fr"} and set(count.values()) <= {2, 3}

@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import json
+import lzma
 from collections import Counter
 
 import pyarrow
@@ -37,6 +39,14 @@ def as_arrow(rows):
     return sink.getvalue().to_pybytes()
 
 
+def as_arrow_file(rows):
+    """An IPC file, as pandas and polars write Feather."""
+    table, sink = pyarrow.Table.from_pylist(rows), pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
 CONTAINERS = {
     "a.jsonl": LINES,
     "a.jsonl.gz": gzip.compress(LINES),
@@ -50,6 +60,7 @@ CONTAINERS = {
     "dos.jsonl": LINES.replace(b"\n", b"\r\n\r\n"),
     "a.parquet": as_parquet(ROWS, row_group_size=7),
     "a.arrow": as_arrow(ROWS),
+    "file.arrow": as_arrow_file(ROWS),
 }
 
 
@@ -81,25 +92,26 @@ def test_every_container_gives_the_same_rows(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_contents_count_more_than_names_and_the_reason_says_so(tmp_path, name):
+def test_containers_are_recognised_by_content(tmp_path, name):
     held = name.rpartition(".")[2]
     other = "a.jsonl" if held in ("gz", "zst", "parquet", "arrow") else "a.jsonl.gz"
     path = put(tmp_path, other, CONTAINERS[name])
     assert len(conversations(path)) == len(ROWS)
     kind = {"gz": "gzip", "zst": "zstd", "parquet": "parquet", "arrow": "arrow"}.get(held, "text")
+    kind = "arrow file" if name == "file.arrow" else kind
     assert f"{other} is {kind} inside" in open_source(str(path)).reason
 
 
 @pytest.mark.parametrize("name", ["array.json", "pretty.json", "a.json.gz", "a.parquet", "a.arrow"])
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
-def test_a_file_that_is_cut_short_is_refused_by_name(tmp_path, name, share):
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, name, share):
     data = CONTAINERS[name]
     with pytest.raises(InputError, match=rf"{name} is (cut short|not what its name says)"):
         read(put(tmp_path, name, data[: int(len(data) * share)]))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_a_compressed_file_that_is_cut_short_is_refused_by_name(tmp_path, name):
+def test_a_truncated_compressed_file_is_an_error_that_names_it(tmp_path, name):
     with pytest.raises(InputError, match=rf"{name} is cut short"):
         read(put(tmp_path, name, CONTAINERS[name][:-20]))
 
@@ -123,10 +135,44 @@ def test_a_compressed_file_that_is_cut_short_is_refused_by_name(tmp_path, name):
         (b"{}\n", r"keys \(none\)"),
     ],
 )
-def test_a_file_of_something_else_is_refused_with_what_was_seen(tmp_path, data, words):
+def test_other_files_are_an_error_that_describes_them(tmp_path, data, words):
     put(tmp_path, "d/a.jsonl", data)
     with pytest.raises(InputError, match=words.replace("d/", "")):
         read(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl.bz2", bz2.compress(LINES), "is bzip2 inside"),
+        ("a.jsonl", lzma.compress(LINES), "is xz inside"),
+        ("a.json", b"PK\x03\x04" + bytes(40), "is a zip archive inside"),
+        ("a.csv", b"question,answer\nHi,Hello\n", "a.csv is not read: 2 of its first 2 rows are not JSON objects"),
+    ],
+)
+def test_a_file_that_is_not_read_is_an_error_with_the_true_reason(tmp_path, name, data, words):
+    with pytest.raises(InputError, match=words):
+        read(put(tmp_path, name, data))
+
+
+@pytest.mark.parametrize("write", [as_parquet, as_arrow, as_arrow_file])
+def test_tables_with_images_are_read_without_their_contents(tmp_path, write):
+    picture = {"bytes": b"x" * 1000, "path": None}
+    rows = [row | {"images": [picture] * (i % 2), "image": None} for i, row in enumerate(ROWS)]
+    rows[0]["image"] = picture
+    pairs, rejected = read(put(tmp_path, "a.parquet", write(rows)))
+    assert Counter(why for _, why in rejected) == {"image or other non-text content (images)": 20}
+    assert [c.unused for _, c in pairs][:2] == [("image",), ()]
+
+
+def test_a_document_may_begin_as_a_file_format_does(tmp_path):
+    assert conversations(put(tmp_path, "a.txt", b"BZh is how bzip2 begins."))[0].messages[0]["content"]
+
+
+def test_preference_pairs_are_an_error_that_says_so(tmp_path):
+    row = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
+    with pytest.raises(InputError, match="Preference pairs are not trained on"):
+        read(put(tmp_path, "a.jsonl", json.dumps(row).encode()))
 
 
 @pytest.mark.parametrize(
@@ -142,14 +188,14 @@ def test_a_file_of_something_else_is_refused_with_what_was_seen(tmp_path, data, 
     ],
 )
 @pytest.mark.parametrize("at", [0, 3, 40])
-def test_one_bad_line_is_counted_with_its_place(tmp_path, line, why, at):
+def test_one_invalid_line_is_counted_with_its_number(tmp_path, line, why, at):
     lines = LINES.splitlines()
     pairs, rejected = read(put(tmp_path, "a.jsonl", b"\n".join([*lines[:at], line, *lines[at:]])))
     assert len(pairs) == len(ROWS) and rejected == [(f"a.jsonl:{at + 1}", why)]
 
 
 @pytest.mark.parametrize("bad", [50, 51])
-def test_more_than_one_bad_line_in_twenty_of_the_first_thousand_is_refused(tmp_path, bad):
+def test_more_than_one_invalid_line_in_twenty_is_an_error(tmp_path, bad):
     path = put(tmp_path, "a.jsonl", LINES * 20 + b"oops\n" * bad + LINES * 10)  # 800 + 50 + 150 is the first thousand
     if bad == 50:
         assert len(read(path)[1]) == 50
@@ -168,7 +214,7 @@ def test_a_lone_surrogate_is_counted_with_the_rows_id_escaped_or_not(tmp_path):
     assert read(put(tmp_path, "a.jsonl", b"\n".join([LINES, *lines])))[1] == [(i, "lone surrogate") for i in "ab"]
 
 
-def test_a_folder_is_read_whole_and_in_order_and_empty_files_are_counted(tmp_path):
+def test_a_folder_is_read_in_order_and_empty_files_are_counted(tmp_path):
     for name in ("d/b/x.jsonl", "d/a.jsonl", "d/b/deep/er/y.jsonl.gz"):
         put(tmp_path, name, gzip.compress(LINES) if name.endswith("gz") else LINES)
     for name in ("d/c.jsonl", "d/b/dataset_info.json", "d/.cache/a.jsonl", "d/README.md"):
@@ -179,13 +225,13 @@ def test_a_folder_is_read_whole_and_in_order_and_empty_files_are_counted(tmp_pat
     assert len(pairs) == 3 * len(ROWS) and rejected == [("c.jsonl", "empty file")]
 
 
-def test_a_folder_without_data_files_is_refused(tmp_path):
+def test_a_folder_without_data_files_is_an_error(tmp_path):
     put(tmp_path, "d/a.csv", b"a,b")
     with pytest.raises(InputError, match=r"holds no .jsonl"):
         open_source(str(tmp_path / "d"))
 
 
-def test_mixed_formats_are_refused_with_both_files(tmp_path):
+def test_mixed_formats_are_an_error_that_names_both_files(tmp_path):
     put(tmp_path, "d/a.jsonl", LINES)
     put(tmp_path, "d/b.jsonl", b'{"text": "x"}\n')
     with pytest.raises(
@@ -194,7 +240,7 @@ def test_mixed_formats_are_refused_with_both_files(tmp_path):
         open_source(str(tmp_path / "d"))
 
 
-def test_a_named_format_is_held_to(tmp_path):
+def test_a_given_format_is_required(tmp_path):
     row = {"text": "x", "prompt": "a", "completion": "b"}
     path = put(tmp_path, "a.jsonl", json.dumps(row).encode())
     assert open_source(str(path)).format == "prompt_completion"
@@ -203,7 +249,7 @@ def test_a_named_format_is_held_to(tmp_path):
         open_source(str(path), "alpaca")
 
 
-def test_the_first_row_that_tells_decides(tmp_path):
+def test_the_format_is_that_of_the_first_known_row(tmp_path):
     path = put(tmp_path, "a.jsonl", b'oops\n{"messages": null}\n' + LINES)
     assert open_source(str(path)).reason == "messages: rows have `messages`, or `conversations` of `role` and `content`"
     assert read(path)[1] == [("a.jsonl:1", "not JSON"), ("a.jsonl:2", "no messages")]
@@ -249,7 +295,7 @@ def test_pretraining_corpora_as_published(tmp_path):
         (["contest.jsonl", "latest.jsonl"], ["", ""]),
     ],
 )
-def test_splits_are_the_datasets_own_where_names_tell_both_sides(tmp_path, names, splits):
+def test_file_names_of_both_splits_decide_the_split(tmp_path, names, splits):
     for name in names:
         put(tmp_path, f"d/{name}", LINES)
     opened = open_source(str(tmp_path / "d"))
@@ -277,8 +323,8 @@ def test_a_hub_id_is_read_from_the_cache_with_its_splits(tmp_path, monkeypatch):
     assert all(path.is_file() for path in open_source("someone/chats").files)
 
 
-def test_data_that_is_nowhere_says_where_it_was_looked_for():
-    with pytest.raises(InputError, match=r"no such file or folder, and as a hub id .*cache.*Set data.source"):
+def test_missing_data_are_an_error_that_lists_the_places():
+    with pytest.raises(InputError, match=r"neither a file nor a folder .* hub id .*cache.*Set data.source"):
         open_source("nobody/nothing")
 
 
@@ -332,7 +378,7 @@ BYTES = st.binary(max_size=200) | st.sampled_from(sorted(CONTAINERS.values())).f
 
 
 @given(BYTES, st.sampled_from([*sorted(CONTAINERS), "a.txt"]), st.sampled_from([bytes, gzip.compress, zstd]))
-def test_any_bytes_under_any_name_are_read_or_refused(tmp_path_factory, data, name, wrap):
+def test_any_bytes_under_any_name_are_read_or_an_error(tmp_path_factory, data, name, wrap):
     path = put(tmp_path_factory.mktemp("any"), name, wrap(data))
     try:
         read(path)
@@ -345,7 +391,7 @@ BAD = st.sampled_from([b"oops", b"[]", b"\0", b""])
 
 
 @given(st.lists(st.tuples(st.lists(OBJECTS, max_size=9), BAD), min_size=1, max_size=3), st.integers(1, 5))
-def test_each_row_is_told_once_and_parts_make_up_the_whole(tmp_path_factory, contents, count):
+def test_parts_together_have_every_row_once(tmp_path_factory, contents, count):
     folder = tmp_path_factory.mktemp("parts")
     files = [[LINES.splitlines()[i], *lines, bad, LINES.splitlines()[i]] for i, (lines, bad) in enumerate(contents)]
     for i, lines in enumerate(files):
@@ -358,7 +404,7 @@ def test_each_row_is_told_once_and_parts_make_up_the_whole(tmp_path_factory, con
 
 
 @pytest.mark.parametrize("count", [3, 7])
-def test_parts_of_joined_messages_are_whole_trees(tmp_path, real_trees, count):
+def test_parts_of_joined_messages_are_complete_trees(tmp_path, real_trees, count):
     trees = [json.loads(line) for line in real_trees.read_text().splitlines()]
     rows = [m for t in trees for m in flat(t["prompt"], t["message_tree_id"])]
     rows.append(dict(rows[0], message_id="orphan", parent_id="nobody"))

@@ -11,7 +11,7 @@ def dataset(recipe):
     return prepare(recipe)
 
 
-def test_every_token_that_was_read_flows_out_of_the_first_node(dataset):
+def test_the_flow_accounts_for_every_token(dataset):
     flows = dataset.flow.flows
     read = sum(amount for source, _, amount in flows if source == "read")
     assert read == dataset.manifest["ledger"]["read_tokens"]
@@ -19,14 +19,14 @@ def test_every_token_that_was_read_flows_out_of_the_first_node(dataset):
     assert trained == [dataset.manifest["splits"]["train"]["loss_tokens"]]
 
 
-def test_the_steps_of_the_recipes_settings_are_those_of_the_packed_rows(dataset, recipe):
+def test_steps_with_the_recipes_settings_are_those_of_the_packed_rows(dataset, recipe):
     rows = dataset.manifest["splits"]["train"]["rows"]
     found = dataset.steps(epochs=1.0, batch=recipe.world_size).as_dict()
     assert found["rows"] == rows
     assert found["optimizer_steps"] == -(-rows // recipe.world_size)
 
 
-def test_steps_that_cannot_be_are_refused(dataset, recipe):
+def test_impossible_steps_are_errors(dataset, recipe):
     with pytest.raises(KitError, match="No document has 1 tokens or fewer"):
         dataset.steps(longest=1)
     with pytest.raises(InputError, match="does not divide"):

@@ -21,6 +21,7 @@ from tests import shared
 from tests.benchmarks import adapter as benchmark
 from tests.checkpoints.test_inspect import REPOSITORY, TARGETS, TOKENS, fsdp2_saves, make_base
 from tests.conftest import oracle
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.20 itself
 
@@ -83,7 +84,7 @@ def test_an_adapter_that_peft_wrote_is_exported_under_the_same_checks(tmp_path):
     assert (out / "adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_run_folder_means_its_newest_complete_checkpoint(tmp_path):
+def test_a_run_folder_exports_its_newest_complete_checkpoint(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     shutil.copytree(saved("adapter"), tmp_path / "checkpoints" / "checkpoint-2")
     newer = Path(shutil.copytree(saved("uneven"), tmp_path / "checkpoints" / "checkpoint-10"))
@@ -149,20 +150,20 @@ def test_a_target_that_is_absent_is_refused_without_the_base(tmp_path):
     refused(tmp_path, folder, "missing, such as v_proj")
 
 
-def test_a_checkpoint_without_its_base_at_hand_is_exported_all_the_same(tmp_path):
+def test_a_checkpoint_is_exported_without_its_base(tmp_path):
     folder = copy("adapter", tmp_path)
     without_base(folder)
     assert adapter.export(folder, tmp_path / "out").path.is_dir()
 
 
-def test_values_that_are_not_finite_are_refused(tmp_path):
+def test_non_finite_values_are_refused(tmp_path):
     def spoil(tensors):
         next(iter(tensors.values()))[0, 0] = float("nan")
 
     refused(tmp_path, altered(tmp_path, "adapter", spoil), "1 tensors hold NaN or infinity")
 
 
-def test_an_untrained_adapter_is_told(tmp_path):
+def test_an_untrained_adapter_gives_a_warning(tmp_path):
     def reset(tensors):
         for name in tensors:
             if "lora_B" in name:
@@ -182,7 +183,7 @@ def test_names_that_collide_are_refused(tmp_path):
     refused(tmp_path, altered(tmp_path, "adapter", twice), "two tensors would both be named")
 
 
-def test_a_checkpoint_of_a_full_fine_tune_is_no_adapter(tmp_path):
+def test_a_checkpoint_of_a_full_fine_tune_is_refused(tmp_path):
     def strip(tensors):
         for name in [n for n in tensors if "lora_" in n]:
             del tensors[name]
@@ -190,7 +191,7 @@ def test_a_checkpoint_of_a_full_fine_tune_is_no_adapter(tmp_path):
     refused(tmp_path, altered(tmp_path, "full", strip), "no LoRA tensors")
 
 
-def test_a_cut_shard_and_an_empty_save_are_refused(tmp_path):
+def test_a_truncated_shard_and_an_empty_save_are_refused(tmp_path):
     folder = copy("adapter", tmp_path)
     shard = folder / "pytorch_model_fsdp_0" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:1000])
@@ -200,7 +201,7 @@ def test_a_cut_shard_and_an_empty_save_are_refused(tmp_path):
     refused(tmp_path, folder, "is empty|no LoRA tensors")
 
 
-def test_an_existing_folder_is_left_as_it_is(tmp_path):
+def test_an_existing_folder_is_not_changed(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("x")
@@ -283,15 +284,11 @@ def peft_saves(peft: str) -> Path:
 
 
 def make_peft_saves(root: Path, peft: str) -> None:
-    paths = [str(oracle(f"peft-{PEFTS[peft]}"))] if PEFTS[peft] else []
-    paths.append(str(REPOSITORY))
+    packages = [oracle(f"peft-{PEFTS[peft]}")] if PEFTS[peft] else []
     make_base(root / "base")
     names = [f"fsdp{n}-{only}-plain" for n in (1, 2) for only in ("adapter", "full")]
     names += [f"fsdp{n}-full-{v}" for n in (1, 2) for v in ("dora", "norm", "two")] + ["fsdp2-adapter-dora"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(root)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": ":".join(paths)}
-    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(2, __file__, root, *names, packages=packages)
 
 
 def bitwise(exported: Path, root: Path, variant: str, name: str = "default") -> bool:
@@ -352,13 +349,13 @@ def test_each_of_several_adapters_is_exported_by_its_name(kind, tmp_path):
     "_fsdp_wrapped_module.base_model.model.model.layers.0._checkpoint_wrapped_module.q_proj.lora_A.default.weight",
     "model._orig_mod.base_model.model.model.layers.0._fsdp_wrapped_module.q_proj.lora_A.default.weight",
 ])  # fmt: skip
-def test_wrappers_and_the_adapters_name_go_from_names(key):
+def test_wrappers_and_the_adapters_name_are_removed_from_names(key):
     assert adapter.peft_name(key) == "base_model.model.model.layers.0.q_proj.lora_A.weight"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Could not find a config file in")
-def test_export_and_merge_read_and_hold_no_more_than_they_must(tmp_path):
+def test_export_and_merge_read_and_hold_no_more_than_needed(tmp_path):
     small = benchmark.make(tmp_path / "small", 0.01, hidden=256)
     large = benchmark.make(tmp_path / "large", 0.6)
     found = benchmark.cost("export", large, small)
@@ -373,7 +370,7 @@ def test_export_and_merge_read_and_hold_no_more_than_they_must(tmp_path):
     assert found["peak_bytes"] <= shard + size + 128e6 < 0.5 * benchmark.size(large / "base")
 
 
-def test_push_says_what_to_set(monkeypatch, tmp_path):
+def test_push_names_what_is_not_set(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(KitError, match="a repository"):
         adapter.push(tmp_path, "")
@@ -452,7 +449,7 @@ def test_a_push_commits_both_files_and_uploads_the_weights_unchanged(hub, tmp_pa
     assert values.keys() == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_a_push_that_the_hub_refuses_says_so_and_leaves_nothing(hub, tmp_path):
+def test_a_push_that_the_hub_refuses_is_reported_and_leaves_nothing(hub, tmp_path):
     done = push(hub, adapter.export(saved("adapter"), tmp_path / "adapter").path, "hf_wrong")
     assert (done.returncode, hub.commits, hub.blobs) == (1, [], {})
     assert "kit: Nothing was pushed to me/mine: Client error '401 Unauthorized'" in done.stderr

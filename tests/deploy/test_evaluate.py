@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,14 +24,36 @@ needs_lm_eval = pytest.mark.skipif(
 QUESTIONS = [json.loads(line) for line in (evaluate.TASKS / "facts.jsonl").read_text().splitlines()]
 
 
-def kit_evaluate(*words: object, **more: str) -> subprocess.CompletedProcess:
-    """`kit evaluate` in a process of its own, as lm-eval and what it imports warn of much."""
+CALLS = """
+import contextlib, io, json, sys
+from kit.cli import main
+
+ends = []
+for words in json.loads(sys.argv[1]):
+    texts = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(texts[0]), contextlib.redirect_stderr(texts[1]):
+        code = main(["evaluate", *words])
+    ends.append([code, *(text.getvalue() for text in texts)])
+print(json.dumps(ends))
+"""
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def kit_evaluate(*calls: Iterable[object], **more: str) -> list[Ended]:
+    """Calls of `kit evaluate`, in another process, as lm-eval and what it imports warn of much; they import it once."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"} | more
-    command = [sys.executable, "-m", "kit.cli", "evaluate", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", CALLS, json.dumps([[str(word) for word in words] for words in calls])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [Ended(*end) for end in json.loads(done.stdout.splitlines()[-1])]
 
 
-def score(done: subprocess.CompletedProcess) -> dict[str, float]:
+def score(done: Ended) -> dict[str, float]:
     assert done.returncode == 0, done.stderr
     return {row["metric"]: row["value"] for row in json.loads(done.stdout)["scores"]}
 
@@ -67,7 +91,7 @@ def picked(folder: Path) -> float:
     return right / len(QUESTIONS)
 
 
-def test_the_kits_own_task_has_twenty_questions_and_no_favourite_answer():
+def test_the_kits_task_has_twenty_questions_and_balanced_answers():
     assert len({q["question"] for q in QUESTIONS}) == 20
     assert all(len(set(q["choices"])) == 4 for q in QUESTIONS)
     assert sorted(q["answer"] for q in QUESTIONS) == sorted([0, 1, 2, 3] * 5)
@@ -76,10 +100,10 @@ def test_the_kits_own_task_has_twenty_questions_and_no_favourite_answer():
 @needs_lm_eval
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_an_adapter_and_its_merged_model_score_what_their_likelihoods_say(tiny, tuned, tmp_path):
+def test_an_adapter_and_its_merged_model_score_by_their_likelihoods(tiny, tuned, tmp_path):
     merged = merge(tuned, tiny, tmp_path / "merged").path
-    of_adapter = score(kit_evaluate(tuned, tmp_path / "one", "--wait", "--json"))
-    of_merged = score(kit_evaluate(merged, tmp_path / "two", "--wait", "--json"))
+    both = ((model, tmp_path / name, "--wait", "--json") for model, name in ((tuned, "one"), (merged, "two")))
+    of_adapter, of_merged = map(score, kit_evaluate(*both))
     assert of_adapter == of_merged == {"acc": pytest.approx(picked(merged))}
     assert json.loads((tmp_path / "one" / "request.json").read_text())["model"] == {
         "pretrained": str(tiny), "peft": str(tuned),
@@ -123,7 +147,8 @@ def test_ifeval_runs_as_a_slurm_job_on_prompts_of_a_local_file(terse, live_slurm
     # NLTK's sentences are asked for when IFEval is imported, and used by none of these instructions.
     (tmp_path / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)
     words = ["--tasks", "ifeval", "--data", f"ifeval={tmp_path}/prompts.jsonl", "--cluster", tmp_path / "two.toml"]
-    done = kit_evaluate(terse, tmp_path / "scores", *words, "--wait", "--json", NLTK_DATA=str(tmp_path / "nltk"))
+    call = (terse, tmp_path / "scores", *words, "--wait", "--json")
+    (done,) = kit_evaluate(call, NLTK_DATA=str(tmp_path / "nltk"))
     assert score(done) == {
         "prompt-strict": pytest.approx(1 / 3), "prompt-loose": pytest.approx(1 / 3),
         "inst-strict": pytest.approx(2 / 4), "inst-loose": pytest.approx(2 / 4),
@@ -131,27 +156,30 @@ def test_ifeval_runs_as_a_slurm_job_on_prompts_of_a_local_file(terse, live_slurm
     assert "local-" not in json.loads(done.stdout)["job_id"]
 
 
+MISSING = {
+    ("facts,no_such_task",): "lm-eval knows no task 'no_such_task'",
+    ("facts", "--data", "facts=/nowhere/facts.jsonl"): "The data of facts cannot be loaded",
+    ("arc_easy",): "The data of arc_easy cannot be loaded: Couldn't reach 'allenai/ai2_arc' on the Hub",
+}
+
+
 @needs_lm_eval
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "told"), [
-    (["facts,no_such_task"], "lm-eval knows no task 'no_such_task'"),
-    (["facts", "--data", "facts=/nowhere/facts.jsonl"], "The data of facts cannot be loaded"),
-    (["arc_easy"], "The data of arc_easy cannot be loaded: Couldn't reach 'allenai/ai2_arc' on the Hub"),
-])  # fmt: skip
-def test_what_is_not_there_is_told_before_the_job(tiny, tmp_path, words, told):
-    done = kit_evaluate(tiny, tmp_path / "out", "--tasks", *words)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_missing_tasks_and_data_are_reported_before_the_job(tiny, tmp_path):
+    ends = kit_evaluate(*((tiny, tmp_path / "out", "--tasks", *words) for words in MISSING))
+    for done, message in zip(ends, MISSING.values(), strict=True):
+        assert done.returncode == 2
+        assert message in done.stderr
     assert not [p for p in tmp_path.iterdir() if "out" in p.name or p.name == "runs"]
 
 
 @needs_lm_eval
-def test_a_model_that_is_not_there_is_told_before_the_job(local, tmp_path):
+def test_a_missing_model_is_reported_before_the_job(local, tmp_path):
     with pytest.raises(InputError, match="Model 'nowhere'"):
         evaluate.launch(Path("nowhere"), tmp_path / "out", local, ["facts"])
 
 
-def test_without_lm_eval_it_says_what_to_install(tiny, local, tmp_path, monkeypatch):
+def test_without_lm_eval_the_error_says_what_to_install(tiny, local, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "lm_eval" else find(name, *more)
@@ -160,12 +188,12 @@ def test_without_lm_eval_it_says_what_to_install(tiny, local, tmp_path, monkeypa
         evaluate.launch(tiny, tmp_path / "out", local, ["facts"])
 
 
-def test_scores_of_a_job_that_has_not_ended_are_not_made_up(tmp_path):
+def test_scores_of_a_job_that_has_not_ended_raise(tmp_path):
     with pytest.raises(KitError, match=r"scores.json does not exist"):
         evaluate.scores(tmp_path)
 
 
-def test_scores_are_rows_with_their_errors(tmp_path):
+def test_scores_have_their_standard_errors(tmp_path):
     """The shape of lm-eval 0.4.13's results, where a list's error is "N/A"."""
     values = {
         "alias": "ifeval", "prompt_level_strict_acc,none": 0.7098, "prompt_level_strict_acc_stderr,none": 0.0195,

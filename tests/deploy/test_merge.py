@@ -71,7 +71,7 @@ def test_a_merged_bfloat16_base_stays_bfloat16_and_rounds_once(tmp_path):
     ({"layer_replication": [[0, 2], [1, 2]]}, "sets layer_replication"), ({"use_dora": True}, "8 missing, such as"),
     ({"target_parameters": ["experts.down_proj"]}, "sets target_parameters"), ({"a_new_variant": 1}, "a_new_variant"),
 ])  # fmt: skip
-def test_what_is_no_plain_sum_is_not_merged(tmp_path, setting, words):
+def test_settings_that_are_not_a_plain_sum_are_refused(tmp_path, setting, words):
     exported = adapter.export(saved("adapter"), tmp_path / "adapter").path
     path = exported / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | setting))
@@ -108,7 +108,7 @@ def test_another_hub_id_than_the_adapters_is_refused(tmp_path, monkeypatch):
         merge(exported, "some/model", tmp_path / "merged")
 
 
-def test_a_disk_too_small_is_found_before_the_merge(tmp_path):
+def test_a_full_disk_is_found_before_the_merge(tmp_path):
     exported = adapter.export(saved("adapter"), tmp_path / "adapter").path
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -158,7 +158,7 @@ UNTIED = {"tie_word_embeddings": False}
     (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}), (gpt2, {"target_modules": ["c_proj"], "use_dora": True}),
     (gpt2, {"target_modules": ["attn.c_proj", "lm_head"]}), (qwen2, {"target_modules": ["q_proj"], "bias": "all"}),
 ])  # fmt: skip
-def test_the_merged_model_answers_as_peft_does(tmp_path, make, lora):
+def test_the_merged_model_equals_pefts_merge(tmp_path, make, lora):
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
     from safetensors.torch import load_file, save_file
@@ -212,3 +212,140 @@ def test_lora_on_fused_experts_is_refused_with_the_setting_named(tmp_path):
     get_peft_model(base_model(tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
     with pytest.raises(KitError, match=r"it sets target_parameters\. Use PEFT's merge"):
         merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+
+
+# Resized vocabularies, and multimodal models, whose names on disk are not those in memory.
+
+
+def train_resized(folder, rows, tied, target_modules=("q_proj",), **lora):
+    """A base, the same with another number of tokens, and an adapter that was trained on that."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(6)
+    llama(tie_word_embeddings=tied).save_pretrained(folder / "base")
+    resized = base_model(folder / "base")
+    resized.resize_token_embeddings(rows)
+    resized.save_pretrained(folder / "resized")
+    resized.name_or_path = str(folder / "base")  # as when the resized model was never saved
+    model = get_peft_model(
+        resized, LoraConfig(r=4, init_lora_weights=False, target_modules=list(target_modules), **lora)
+    )
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and "lora_" not in name:
+            weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model (with|has) `tie_word_embeddings")
+@pytest.mark.filterwarnings("ignore:.*their shapes agree:UserWarning")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [136, 120])
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"], None])
+def test_an_adapter_of_a_resized_vocabulary_merges_into_the_base_that_has_its_rows(tmp_path, rows, tied, saved):
+    expected = logits(train_resized(tmp_path, rows, tied, modules_to_save=saved))
+    merged = merge(tmp_path / "adapter", tmp_path / "resized", tmp_path / "merged").path
+    assert (logits(base_model(merged)) - expected).abs().max() <= MERGED * expected.abs().max()
+    with pytest.raises(KitError, match=f"has 128 rows, the adapter's has {rows}"):
+        merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model (with|has) `tie_word_embeddings")
+@pytest.mark.filterwarnings("ignore:.*their shapes agree:UserWarning")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("modules", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
+def test_embeddings_that_are_saved_below_lora_replace_those_of_the_base(tmp_path, tied, modules):
+    import torch
+
+    expected = logits(train_resized(tmp_path, 136, tied, target_modules=["q_proj", *modules]))
+    other = base_model(tmp_path / "resized")
+    for name in modules if not tied else ["embed_tokens"]:  # as after another resize: the new rows are random
+        rows = other.get_input_embeddings() if name == "embed_tokens" else other.get_output_embeddings()
+        rows.weight.data[128:] = torch.randn_like(rows.weight[128:])
+    other.save_pretrained(tmp_path / "other")
+    merged = merge(tmp_path / "adapter", tmp_path / "other", tmp_path / "merged").path
+    assert (logits(base_model(merged)) - expected).abs().max() <= MERGED * expected.abs().max()
+
+
+def test_another_vocabulary_than_the_adapters_is_refused_with_both_sizes(tmp_path):
+    exported = adapter.export(saved("adapter"), tmp_path / "adapter").path
+    with pytest.raises(KitError, match="another vocab_size: 136, not 128"):
+        merge(exported, make_base(tmp_path / "base", vocab_size=136), tmp_path / "merged")
+
+
+TEXT = SHAPE | {"vocab_size": 300}
+IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = {"image_size": 28, "patch_size": 14}
+TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2}
+MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+# A class, its text part and its images, and what else the config needs.
+MULTIMODAL = {
+    "Gemma3": (TEXT | {"head_dim": 16, "sliding_window": 16}, IMAGE | PATCHES,
+               {"mm_tokens_per_image": 4, "image_token_index": 299, "boi_token_index": 297, "eoi_token_index": 298}),
+    "Llava": (TEXT | {"model_type": "llama"}, IMAGE | PATCHES | {"model_type": "clip_vision_model"},
+              {"image_token_index": 299}),
+    "Mistral3": (TEXT | {"model_type": "mistral"}, IMAGE | PATCHES | {"model_type": "pixtral"},
+                 {"image_token_index": 299}),
+    "Qwen2VL": (TEXT | MROPE, TOWER | {"embed_dim": 32, "hidden_size": 64}, {}),
+    "Qwen2_5_VL": (TEXT | MROPE, TOWER | {"out_hidden_size": 64, "intermediate_size": 48}, {}),
+}  # fmt: skip
+
+
+def multimodal(name, tied=True):
+    import transformers
+
+    text, images, more = MULTIMODAL[name]
+    settings = getattr(transformers, f"{name}Config")
+    config = settings(text_config=text, vision_config=images, **more, tie_word_embeddings=tied)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model (with|has) `tie_word_embeddings")
+@pytest.mark.parametrize(("name", "tied", "lora"), [
+    *[(name, True, {"target_modules": r".*language_model.*\.(q|v)_proj"}) for name in MULTIMODAL],
+    ("Gemma3", True, ALL | {"use_rslora": True}), ("Llava", False, ALL),
+    *[(name, name == "Gemma3", {"target_modules": ["v_proj", "lm_head"]}) for name in ("Llava", "Gemma3")],
+    ("Qwen2VL", True, {"target_modules": ["q_proj"], "use_dora": True}),
+    ("Qwen2_5_VL", False, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+])  # fmt: skip
+def test_an_adapter_of_a_multimodal_model_merges_by_the_names_of_its_files(tmp_path, name, tied, lora):
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(7)
+    made = multimodal(name, tied)
+    made.save_pretrained(tmp_path / "base")
+    load = type(made).from_pretrained
+    get_peft_model(load(tmp_path / "base"), LoraConfig(r=4, init_lora_weights=False, **lora)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    expected = logits(PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"))
+    merged, found = load(
+        merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged").path, output_loading_info=True
+    )
+    assert not any(found.values())
+    assert (logits(merged) - expected).abs().max() <= MERGED * max(1, expected.abs().max())
+    assert (logits(load(tmp_path / "base")) - expected).abs().max() > 0.001
+
+
+def test_a_multimodal_adapter_with_the_names_of_older_files_merges(tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(8)
+    made = multimodal("Llava", tied=False)
+    made.save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=r".*language_model.*\.q_proj")
+    get_peft_model(type(made).from_pretrained(tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    one = merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "one").path / "model.safetensors"
+    older = {
+        n.replace("model.model.language_model.", "model.language_model.model."): t for n, t in load_file(path).items()
+    }
+    assert older.keys() != load_file(path).keys()
+    save_file(older, path, {"format": "pt"})
+    two = merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "two").path / "model.safetensors"
+    assert one.read_bytes() == two.read_bytes()

@@ -13,7 +13,8 @@ from kit.config.recipe import Data, Model, Parallel, Recipe, Schedule, Tuning
 from kit.errors import InputError
 from kit.files import REPOSITORY
 from kit.forecast.shape import load_shape
-from kit.forecast.timing import disk_rate, predict
+from kit.forecast.steptime import disk_rate
+from kit.forecast.timing import predict
 from kit.forecast.work import micro_batch
 from tests.conftest import SHARED
 
@@ -46,8 +47,8 @@ def recipe(**changes: Any) -> Recipe:
         "test",
         Model(LLAMA_8B),
         Data("none", tokens=10_000_000, eval_tokens=100_000),
-        Tuning("full"),
-        Parallel("fsdp2", gpus_per_node=8),
+        Tuning("full", dropout=0.05),
+        Parallel("fsdp2", gpus_per_node=8, activation_checkpointing=True),
     )
     return base.override(**{key.replace("__", "."): value for key, value in changes.items()})
 
@@ -70,7 +71,11 @@ def test_the_published_405b_run_leaves_files_of_its_size() -> None:
 
 def test_the_answer_has_the_contract_s_keys_and_plain_values() -> None:
     found = predict(REFERENCE, PCIE).as_dict()
-    assert set(found) == {"parameters", "trainable_parameters", "memory", "time", "storage", "warnings"}
+    assert set(found) == {"parameters", "trainable_parameters", "memory", "time", "storage", "warnings"} | {
+        "path",
+        "choices",
+        "notes",
+    }
     assert {
         "allocated_gib", "reserved_gib", "device_gib", "peak_phase", "terms_gib", "capacity_gib", "verdict",
         "cheapest_fix",
@@ -84,7 +89,7 @@ def test_the_answer_has_the_contract_s_keys_and_plain_values() -> None:
 def test_evaluation_and_a_slow_link_are_warned_of() -> None:
     words = " ".join(predict(REFERENCE, PCIE).warnings)
     assert "Evaluation takes 34% of the run" in words
-    assert "Communication takes 11 times as long as compute" in words
+    assert "Communication takes 10 times as long as compute" in words
     assert predict(recipe(schedule__micro_batch=4), H100).warnings == ()
 
 
@@ -134,9 +139,10 @@ def test_frozen_weights_and_recomputation_are_told_apart() -> None:
     shape, tokens = load_shape(LLAMA_8B), 2048
     weights, head = 8.03e9 - 2 * 128256 * 4096, 128256 * 4096
     plain = recipe(parallel__activation_checkpointing=False)
-    full, forward = micro_batch(shape, plain, tokens, tokens)
-    lora, _ = micro_batch(shape, plain.override(**{"tuning.method": "lora"}), tokens, tokens)
-    again, _ = micro_batch(shape, recipe(), tokens, tokens)
+    work = micro_batch(shape, plain, tokens, tokens)
+    full, forward = work.training, work.evaluation
+    lora = micro_batch(shape, plain.override(**{"tuning.method": "lora"}), tokens, tokens).training
+    again = micro_batch(shape, recipe(), tokens, tokens).training
     assert forward.matmul == pytest.approx(2 * (weights + head) * tokens, rel=0.001)
     assert full.matmul == pytest.approx(
         (6 * weights + 8 * head) * tokens, rel=0.001
@@ -154,7 +160,7 @@ def test_packed_rows_under_sdpa_cost_the_whole_square() -> None:
     work = {
         (packed, kernel): micro_batch(
             shape, recipe(data__packing=packed, model__attention=kernel), 4096, 4096
-        )[0].attention
+        ).training.attention
         for packed in (True, False) for kernel in ("sdpa", "flash_attention_2")
     }  # fmt: skip
     assert work[True, "sdpa"] == 2 * work[False, "sdpa"] == 2 * work[True, "flash_attention_2"]
@@ -185,7 +191,7 @@ def test_kernels_are_those_that_torch_dispatches() -> None:
         return count.kernels
 
     shape, job = load_shape(LLAMA_8B), recipe(parallel__activation_checkpointing=False, parallel__strategy="ddp")
-    ours = micro_batch(shape, job, 64, 64)[0].kernels
+    ours = micro_batch(shape, job, 64, 64).training.kernels
     assert kernels(2) - kernels(1) == (ours - 150) / shape.layers
 
 
@@ -245,6 +251,7 @@ def measured() -> list[tuple[Recipe, float | None]]:
                     "parallel.activation_checkpointing": x["checkpointing"].lower(), "data.seq_len": x["seq_len"],
                     "data.packing": x["packing"].lower(), "schedule.micro_batch": x["micro_batch"],
                     "schedule.grad_accum": x["grad_accum"], "schedule.optimizer": x["optimizer"],
+                    "parallel.compile": "off",
                 } | (lora if x["method"] != "full" else {})
             )  # fmt: skip
             rows.append((job, float(x["step_s"]) if x["step_s"] else None))
@@ -339,7 +346,7 @@ def test_a_profile_without_gpu_memory_gives_no_verdict():
     cluster = dataclasses.replace(H100, nodes=dataclasses.replace(H100.nodes, gpu_memory_gib=0.0))
     found = predict(recipe(), cluster)
     assert found.memory.verdict == "unknown" and not found.memory.cheapest_fix
-    assert any("gives no nodes.gpu_memory_gib" in warning for warning in found.warnings)
+    assert any("set nodes.gpu_memory_gib in the profile of" in warning for warning in found.warnings)
     assert "unknown capacity" in str(found)
 
 
@@ -347,6 +354,20 @@ def test_a_forecast_shows_its_verdict_times_and_figure():
     found = predict(recipe(schedule__max_steps=100), H100)
     text = str(found)
     assert text.startswith(f"Memory: {found.memory.verdict}. Peak ")
-    assert "Memory by phase (GiB a rank, allocated)" in text
+    assert "Memory by phase (GiB/rank, allocated)" in text
     assert "Run: 100 steps in " in text
     assert "<img" in found._repr_mimebundle_()["text/html"]
+
+
+def test_a_step_says_what_bounds_it_and_a_cluster_without_a_probe_that_its_range_is_wide():
+    bare = predict(recipe(schedule__max_steps=100), H100)
+    probed = predict(
+        recipe(schedule__max_steps=100),
+        dataclasses.replace(H100, nodes=dataclasses.replace(H100.nodes, launch_us=10.0)),
+    )
+    assert bare.time.step_s == probed.time.step_s and bare.time.bound == "GPU"
+    assert bare.time.step_range_s[0] <= probed.time.step_range_s[0] < bare.time.step_s
+    assert bare.time.step_range_s[1] > probed.time.step_range_s[1]
+    assert "bound by the GPU" in str(bare) and "not probed" in str(bare) and "not probed" not in str(probed)
+    slow = dataclasses.replace(H100, links=Links(Link("pcie3", 1.0), Link("1GbE", 0.1)))
+    assert predict(recipe(), slow).time.bound == "links"

@@ -11,7 +11,7 @@ GOOD = """\
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=USR2@300
+#SBATCH --signal=TERM@300
 set -euo pipefail
 export PYTHONUNBUFFERED=1
 
@@ -100,6 +100,9 @@ FAULTY = [
     ("KS107", "error", option("-A <account>")),
     ("KS107", "error", option("--qos={{ qos }}")),
     ("KS107", "error", option("--partition=CHANGEME")),
+    ("KS107", "error", option("--account=your_account")),
+    ("KS107", "error", option("--mail-user=your.name@example.org")),
+    ("KS107", "error", option("--qos=[qos]")),
     ("KS108", "error", option("--ntask-per-node=4")),
     ("KS108", "error", option("--time = 1:00")),
     ("KS108", "error", option("--partition==gpu")),
@@ -112,7 +115,7 @@ FAULTY = [
     ("KS109", "error", option("--cpus-per-gpu=2 --cpus-per-task=2")),
     ("KS110", "warning", option("--nodes=2 -N 3")),
     ("KS111", "error", option("") + "echo 'never closed\n"),
-    ("KS201", "warning", option("--output=no_such_folder/%j.out")),
+    ("KS201", "info", option("--output=no_such_folder/%j.out")),
     ("KS201", "error", option("--output=no_such_folder/%j.out") + "mkdir -p no_such_folder\n"),
     ("KS202", "warning", option("--output=train.log")),
     ("KS202", "warning", option("--array=0-3 --output=train-%A.log")),
@@ -133,6 +136,7 @@ FAULTY = [
     ("KS401", "error", two('srun bash -c "accelerate launch --machine_rank $SLURM_NODEID train.py"')),
     ("KS401", "error", two("R=$SLURM_NODEID\nsrun accelerate launch --machine_rank $R train.py")),
     ("KS401", "error", two("export R=$SLURM_NODEID\nsrun bash -c 'accelerate launch --machine_rank $R train.py'")),
+    ("KS401", "error", two('eval "srun torchrun --nnodes=2 --node_rank=\\$SLURM_PROCID --master_addr=$H train.py"')),
     ("KS401", "warning", two(f"srun torchrun --nnodes=2 {C10D} --rdzv_endpoint=$H:$P --node_rank $SLURM_PROCID t.py")),
     ("KS403", "error", two(f"srun torchrun --nnodes=2 {C10D} --rdzv_endpoint=$SLURM_NODELIST:$P train.py")),
     ("KS403", "error", two("export MASTER_ADDR=$SLURM_JOB_NODELIST\nsrun -K python train.py")),
@@ -159,12 +163,32 @@ FAULTY = [
     ("KS501", "error", one("srun -n1 python train.py\necho done", set_="")),
     ("KS501", "error", one("torchrun --standalone --nproc_per_node=8 train.py\n\ndate", set_="")),
     ("KS502", "error", one("srun -n1 python train.py 2>&1 | tee log", set_="set -e\n")),
+    (
+        "KS502",
+        "error",
+        one("if a; then s='torchrun t.py'; else s='torchrun --standalone t.py'; fi\n$s --lr 1 | tee log", set_=""),
+    ),
+    ("KS501", "error", one("docker run image sh -c 'python train.py'\necho done", set_="")),
+    ("KS501", "error", one("python train.py\necho done\nexit", set_="")),
+    ("KS501", "error", one("srun -n1 --container-image org/image:1 python train.py\necho done", set_="")),
     ("KS503", "error", one("srun -n1 python train.py &")),
     ("KS501", "error", one("srun -n1 bash train.sh\necho done", set_="")),
     ("KS503", "warning", one("srun -n1 python train.py &\nwait")),
     ("KS505", "warning", one("python train.py", "#SBATCH --time=13:00:00\n")),
     ("KS505", "warning", one("torchrun --standalone --max_restarts=3 train.py", "#SBATCH --time=13:00:00\n")),
     ("KS505", "warning", one("python train.py", "#SBATCH --requeue --open-mode=append\n")),
+    ("KS506", "error", one("python train.py", "#SBATCH --signal=USR2@60\n")),
+    ("KS506", "warning", two("srun torchrun --nnodes=2 --rdzv_backend=c10d t.py", "#SBATCH --signal=USR2@60\n")),
+    ("KS506", "warning", one("srun accelerate launch t.py", "#SBATCH --signal=USR1@60\n")),
+    ("KS510", "warning", one("python train.py\nscancel ${SLURM_JOBID}")),
+    ("KS417", "warning", two("srun torchrun --nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=worker-0.local:$P t.py")),
+    ("KS417", "warning", two("export MASTER_ADDR=10.1.2.3\nsrun -K python train.py")),
+    ("KS401", "error", two("srun torchrun --nnodes=2 --node_rank=0 --master_addr=$H train.py")),
+    ("KS401", "error", two("srun accelerate launch --machine_rank 0 --main_process_ip $H train.py")),
+    ("KS401", "error", two("export RANK=$SLURM_PROCID\nsrun -K python train.py")),
+    ("KS401", "error", two("RANK=$SLURM_PROCID srun -K python train.py")),
+    ("KS401", "error", two("srun -K --export=ALL,RANK=$SLURM_PROCID python train.py")),
+    ("KS401", "error", two("srun -K env LOCAL_RANK=$SLURM_LOCALID python train.py")),
     ("KS506", "error", one("srun -n1 python train.py", "#SBATCH --signal=B:TERM@120\n")),
     ("KS506", "error", one("trap save USR1\nsrun -n1 python train.py", "#SBATCH --signal=B:USR1@60\n")),
     ("KS506", "error", one("trap save SIGUSR1\nsrun -n1 python t.py &\nwait $!", "#SBATCH --signal=USR1@60\n")),
@@ -260,8 +284,10 @@ MUTANTS = [
     ("KS503", ONE_NODE, "3e-4", "3e-4 &\nwait"),
     ("KS504", ONE_NODE.replace("set -euo pipefail\n", ""), "\ntorchrun", "python prepare.py\ntorchrun"),
     ("KS505", ONE_NODE, "--time=2:00:00", "--time=20:00:00"),
-    ("KS506", GOOD, "USR2@300", "B:USR2@300"),
-    ("KS507", GOOD, "USR2@300", "USR1@300"),
+    ("KS506", GOOD, "TERM@300", "B:TERM@300"),
+    ("KS417", STEPS, "MASTER_ADDR=$head", "MASTER_ADDR=node17"),
+    ("KS510", ONE_NODE, "3e-4", "3e-4\nscancel $SLURM_JOB_ID"),
+    ("KS507", STEPS, "--time=2:00:00", "--time=2:00:00 --signal=USR1@300"),
     ("KS508", ARRAY, "3e-4", "3e-4 || scontrol requeue $SLURM_JOB_ID"),
     ("KS509", ONE_NODE, "\ntorchrun", 'apptainer exec a.sif bash -c "scontrol show hostnames"\ntorchrun'),
     ("KS601", ONE_NODE, "OMP_NUM_THREADS=8", f"OMP_NUM_THREADS=8 HF_TOKEN={TOKEN}"),
@@ -276,8 +302,32 @@ MUTANTS = [
 ]
 
 
+LOOP = (
+    'for i in 0 1; do srun -N1 -n1 -w "${n[$i]}" torchrun --nnodes=2 --node_rank=$i t.py & p+=($!); done\nwait ${p[@]}'
+)
+UNROLLED = "\n".join(f"srun -N1 -n1 -r{n} torchrun --nnodes=2 --node_rank={n} t.py & p{n}=$!" for n in (0, 1))
+
 # A rule, and a correct script that resembles its fault.
 CORRECT = [
+    *(
+        ("KS502", one(f"srun -n1 {probe} | head\npython train.py", set_="set -e\n"))
+        for probe in (
+            "lscpu",
+            "free -g",
+            "nvidia-smi -L",
+            "python --version",
+            "python -c 'print(1)'",
+            "df -h",
+            "nvcc -V",
+        )
+    ),
+    ("KS302", two(LOOP)),
+    ("KS302", two(f"{UNROLLED}\nwait $p0 && wait $p1")),
+    ("KS501", one("python train.py\nexit", set_="")),
+    ("KS107", option("--constraint=[type_b]")),
+    ("KS107", option('--constraint="[rack1|rack2]"')),
+    ("KS107", option("--job-name=todo-list --output=your-turn-%j.out")),
+    ("KS107", option("--partition=yourcenter --account=todos")),
     ("KS101", option("--job-name=modèle # plain – comment")),
     ("KS101", one('echo "a –b" –c\npython train.py --name=modèle')),
     ("KS102", one("cat > job.sh <<EOF\n#!/bin/bash\n#SBATCH --nodes=4\nsrun x\nEOF")),
@@ -345,6 +395,14 @@ CORRECT = [
     ("KS506", one("trap save USR1\nsrun -n1 python t.py &\nwait $!", "#SBATCH --signal=B:USR1@60\n")),
     ("KS506", one("srun -n1 python train.py", "#SBATCH --signal=USR1@60\n")),
     ("KS506", one("source traps.sh\nsrun -n1 python train.py", "#SBATCH --signal=B:USR1@60\n")),
+    ("KS506", one("srun -n1 torchrun --signals-to-handle=SIGUSR2 t.py", "#SBATCH --signal=USR2@60\n")),
+    ("KS506", one("srun -n1 torchrun t.py", "#SBATCH --signal=TERM@60\n")),
+    ("KS506", one("./train.sh", "#SBATCH --signal=USR2@60\n")),
+    ("KS510", one("scancel $OTHER\nscancel --signal=USR1 $SLURM_JOB_ID\npython train.py")),
+    ("KS417", two(ADDRESS + "export MASTER_ADDR=$head\nsrun python train.py", "#SBATCH -w node[1-2]\n")),
+    ("KS401", two("srun bash -c 'export RANK=$SLURM_PROCID; python train.py'")),
+    ("KS401", two("srun bash -c 'RANK=$SLURM_PROCID python train.py'")),
+    ("KS401", one("export RANK=$SLURM_PROCID\nsrun -n1 python train.py")),
     ("KS506", one("exec srun -n1 python train.py", "#SBATCH --signal=B:USR1@60\n")),
     ("KS508", one("python a.py || scontrol requeue $SLURM_JOB_ID")),
     ("KS601", one("git checkout 0123456789abcdef0123456789abcdef01234567\nexport HF_TOKEN=$(cat ~/.hf)")),
@@ -365,6 +423,7 @@ CORRECT = [
     ("KS504", one("srun -n1 python a.py || exit 1\nsrun -n1 python b.py", set_="")),
     ("KS504", one("srun -n1 python a.py\n[ $? -eq 0 ] || exit 1\nsrun -n1 python b.py", set_="")),
     ("KS509", one("head=$(scontrol show hostnames | head -n 1)\napptainer exec a.sif python train.py $head")),
+    ("KS509", two(ADDRESS + 'srun -K --container-image=a bash -c "python train.py --head $head"')),
     ("KS603", one("set -x\nset +x\nexport HF_TOKEN=$(cat ~/.hf)\npython train.py")),
     ("KS610", one("scontrol show hostnames > hostfile_$SLURM_JOB_ID\npython train.py")),
 ]

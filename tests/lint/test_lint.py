@@ -70,14 +70,15 @@ def test_the_log_folder_may_be_in_the_working_directory_or_next_to_the_script(
     script = tmp_path / "jobs" / "a.sbatch"
     script.parent.mkdir()
     script.write_text(option("--output=logs/%j.out"))
-    assert [(f.rule, f.severity) for f in lint_file(script)] == [("KS201", "error")]
+    assert [(f.rule, f.severity) for f in lint_file(script, Site(release="22.05"))] == [("KS201", "error")]
+    assert [(f.rule, f.severity) for f in lint_file(script)] == [("KS201", "info")]
     (script.parent / "logs").mkdir()
     assert lint_file(script) == []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert lint(option("--output=here/%j.out")) == []
-    assert rules(option(f"--output={tmp_path}/there/%j.out")) == {("KS201", "error")}
-    assert rules(option("--output=/no_such_mount/logs/%j.out")) == {("KS201", "warning")}
+    assert rules(option(f"--output={tmp_path}/there/%j.out"), site=Site(release="22.05")) == {("KS201", "error")}
+    assert rules(option("--output=/no_such_mount/logs/%j.out")) == {("KS201", "info")}
 
 
 def test_options_and_network_settings_of_the_site_are_accepted() -> None:

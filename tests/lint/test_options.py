@@ -39,7 +39,7 @@ def test_a_directive_is_split_as_sbatch_splits_it(row: str, expected: list[str])
 
 
 @pytest.mark.parametrize("row", ["##SBATCH -N 2", " #SBATCH -N 2", "# SBATCH -N 2", "#sbatch -N 2", "#SABTCH -N 2"])
-def test_what_only_looks_like_a_directive_is_ignored(row: str) -> None:
+def test_a_line_that_only_resembles_a_directive_is_ignored(row: str) -> None:
     assert header(row, "#SBATCH -n 1") == [["-n", "1"]]
 
 
@@ -51,7 +51,7 @@ def test_the_last_duplicate_wins() -> None:
     assert value("--nodes=2 -N 3", "nodes") == "3"
 
 
-def test_unambiguous_abbreviations_and_all_short_forms_pass() -> None:
+def test_unambiguous_abbreviations_and_short_forms_are_accepted() -> None:
     found, rest = parse_options(["--out=a", "--err", "b", "-N2", "-n", "3", "-HO", "--nice=5", "x", "-c4"], 1)
     assert [(o.name, o.value, o.problem) for o in found] == [
         ("output", "a", ""),
@@ -66,19 +66,19 @@ def test_unambiguous_abbreviations_and_all_short_forms_pass() -> None:
 
 
 @pytest.mark.parametrize("word", ["--no=1", "--ntask=2", "--bogus=1", "--requeue=1", "--nodes", "-j", "-jx=1"])
-def test_what_getopt_refuses_is_a_problem_and_hides_no_other_option(word: str) -> None:
+def test_an_option_that_getopt_refuses_is_a_problem_and_the_others_are_read(word: str) -> None:
     found, rest = parse_options([*word.split(), "-n3"] if word != "--nodes" else ["-n3", word], 1)
     assert [o.name for o in found if not o.problem] == ["ntasks"]
     assert len([o for o in found if o.problem]) == 1 and rest == []
 
 
-def test_the_refused_word_is_the_right_one() -> None:
+def test_the_refused_option_is_reported_as_written() -> None:
     found, _ = parse_options(["--nodes=2", "--no=1", "-Jjob", "-jx", "-n3"], 1)
     assert [(o.name, o.value) for o in found if not o.problem] == [("nodes", "2"), ("job-name", "job"), ("ntasks", "3")]
     assert [o.value for o in found if o.problem] == ["--no=1", "-jx"]
 
 
-def test_srun_has_options_of_its_own() -> None:
+def test_srun_has_more_options_than_sbatch() -> None:
     found, rest = parse_options(["-K1", "-u", "--cpu-bind=none", "-l", "python", "-u"], 1, SRUN)
     assert [o.name for o in found] == ["kill-on-bad-exit", "unbuffered", "cpu-bind", "label"]
     assert rest == ["python", "-u"]
@@ -113,6 +113,7 @@ DIRECTIVES = [
     "-N2 -n16 -c8 -pgpu -J x -t 15",
     "--nodes 2-4 --signal=B:USR1@90 --open-mode=append --requeue",
     "--out=x --err=y --job=z",
+    "--tasks-per-node=3",
     "--job-name=a#b",
     "--job-name='x # y' # comment",
     "--nodes=4 \\",

@@ -90,7 +90,7 @@ def test_bytes_and_control_characters_can_be_printed() -> None:
     everything(shown).encode()
 
 
-def test_without_findings_the_report_says_so() -> None:
+def test_a_report_without_findings_says_no_findings() -> None:
     shown = LintReport({"x": CLEAN}, [])
     assert shown.as_dict() == {"findings": []}
     assert list(shown.parts()) == ["No findings."]

@@ -6,7 +6,9 @@ from kit.lint.lint import lint
 from kit.lint.rule import RULE_TEXTS
 from kit.lint.rules import RULES
 from kit.lint.site import Site
+from kit.lint.table import CONDITIONS, PLACES
 from tests.conftest import SHARED
+from tests.lint.reduced import FALSE, MISSED
 from tests.lint.scripts import CORRECT, FAULTY, GOOD, MUTANTS, ONE_NODE, PUBLISHED, STEPS, one, option, two
 
 
@@ -22,31 +24,43 @@ def test_a_correct_script_has_no_findings(text: str, version: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "text", "old", "new"), MUTANTS)
-def test_one_fault_is_found_by_its_rule_alone(rule: str, text: str, old: str, new: str) -> None:
+def test_one_fault_is_reported_by_one_rule(rule: str, text: str, old: str, new: str) -> None:
     assert old in text
     assert {f.rule for f in lint(text.replace(old, new), site=Site(release="22.05.8"))} == {rule}
 
 
 def test_every_rule_is_tested_with_one_changed_script() -> None:
-    assert {rule.code for rule in RULES.values()} == {rule for rule, *_ in MUTANTS}
+    assert RULES.keys() == {rule for rule, *_ in MUTANTS}
     assert len({rule for rule, *_ in MUTANTS}) >= 45
 
 
-@pytest.mark.parametrize(("rule", "severity", "text"), FAULTY)
+@pytest.mark.parametrize(("rule", "severity", "text"), [*FAULTY, *MISSED])
 def test_a_fault_is_found(rule: str, severity: str, text: str) -> None:
     assert (rule, severity) in rules(text, site=Site(release="22.05.8"))
 
 
-@pytest.mark.parametrize(("rule", "severity", "text"), FAULTY)
+@pytest.mark.parametrize(("rule", "severity", "text"), [*FAULTY, *MISSED])
 def test_one_fault_gives_no_other_error(rule: str, severity: str, text: str) -> None:
     assert {r for r, s in rules(text, site=Site(release="22.05.8")) if s == "error"} - {rule} == set()
 
 
-@pytest.mark.parametrize(("rule", "text"), CORRECT)
+@pytest.mark.parametrize(("rule", "text"), [*CORRECT, *FALSE])
 def test_a_correct_script_that_resembles_a_fault_is_not_reported(rule: str, text: str) -> None:
     found = lint(text, site=Site(release="" if rule == "KS108" else "22.05.8"))
     assert [f for f in found if f.rule == rule] == []
     assert [f for f in found if f.severity == "error"] == []
+
+
+def test_a_file_that_is_a_template_by_its_name_has_no_placeholders_to_fill_in() -> None:
+    text = option("--account=<account>")
+    assert [f for name in ("a.sh.j2", "my_template.sbatch") for f in lint(text, name) if f.severity == "error"] == []
+    assert [f.rule for f in lint(text, "train.sbatch") if f.severity == "error"] == ["KS107"]
+
+
+def test_all_placeholders_of_a_script_are_one_finding() -> None:
+    text = option("--account=<account>").replace("hostname", "#SBATCH --partition={partition}\n#SBATCH --qos=<qos>")
+    found = [finding for finding in lint(text) if finding.rule == "KS107"]
+    assert len(found) == 1 and "<account>, {partition}, <qos>" in found[0].message
 
 
 @pytest.mark.parametrize(("expected", "text"), PUBLISHED)
@@ -55,13 +69,19 @@ def test_faults_of_published_recipes_are_found(expected: set[str], text: str) ->
 
 
 def test_every_rule_has_a_faulty_script() -> None:
-    assert {(rule.code, rule.text.severity) for rule in RULES.values()} == {
-        (rule, severity) for rule, severity, _ in FAULTY
+    assert {(id[:5], text.severity) for id, text in RULE_TEXTS.items()} == {
+        (rule, severity) for rule, severity, _ in [*FAULTY, *MISSED]
     }
 
 
 def test_every_text_in_rules_toml_belongs_to_a_rule() -> None:
-    assert RULES.keys() == RULE_TEXTS.keys()
+    assert RULES.keys() == {id[:5] for id in RULE_TEXTS}
+
+
+def test_rows_of_rules_toml_use_known_places_and_conditions() -> None:
+    rows = [text.find for text in RULE_TEXTS.values() if text.find]
+    assert set().union(*rows) == PLACES.keys() | CONDITIONS.keys()
+    assert all(row.keys() & PLACES.keys() for row in rows)
 
 
 @pytest.mark.parametrize(("version", "speaks"), [("22.05.8", True), ("23.02.7", True), ("23.11.1", False), ("", False)])
@@ -75,7 +95,12 @@ def test_an_option_is_refused_in_releases_before_it_was_added(version: str, refu
     assert (("KS108", "error") in rules(option("--segment=2"), site=Site(release=version))) == refused
 
 
-def test_a_missing_log_folder_is_no_fault_from_slurm_23_02_on() -> None:
+def test_the_message_of_bash_about_a_syntax_error_is_shown() -> None:
+    (found,) = [f for f in lint(option("") + "done\n") if f.rule == "KS111"]
+    assert "syntax error near unexpected `done'" in found.message
+
+
+def test_a_missing_log_folder_is_not_reported_from_slurm_23_02_on() -> None:
     text = option("--output=no_such_folder/%j.out")
     assert [f.rule for f in lint(text, site=Site(release="22.05"))] == ["KS201"] and lint(
         text, site=Site(release="23.02.1")

@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.lint.script import Script
-from kit.lint.shell import LATER, Code
+from kit.lint.shell import Code, Word
+
+
+def marked(word: Word) -> str:
+    """The text with § for each dollar sign that the batch shell does not expand."""
+    return "".join(part.text if part.now else part.text.replace("$", "§") for part in word.parts)
 
 
 def words(text: str) -> list[list[str]]:
-    return [[w.text.replace(LATER, "§") for w in c.words] for c in Code(text).commands]
+    return [[marked(w) for w in c.words] for c in Code(text).commands]
 
 
 @pytest.mark.parametrize(
@@ -50,18 +55,18 @@ def test_commands_are_split_as_bash_splits_them(text: str, expected: list[list[s
 
 
 @pytest.mark.parametrize("opener", ["<<EOF", "<< 'EOF'", '<<"EOF"', "<<-EOF", "<<\\EOF"])
-def test_a_heredoc_holds_no_commands(opener: str) -> None:
+def test_a_heredoc_contains_no_commands(opener: str) -> None:
     indent = "\t" if "-" in opener else ""
     text = f"cat {opener} > job.sh && a\n#SBATCH -N 2\nsrun 'x\n{indent}EOF\nb\n"
     assert words(text) == [["cat"], ["a"], ["b"]]
     assert Code(text).comments == []
 
 
-def test_a_here_string_is_no_heredoc() -> None:
+def test_a_here_string_is_not_a_heredoc() -> None:
     assert words("b <<< 'c'\nd") == [["b"], ["d"]]
 
 
-def test_words_and_comments_know_their_lines() -> None:
+def test_words_and_comments_have_line_numbers() -> None:
     code = Code("a \\\n b 'c\nd' e # f\n\ncat <<X\n1\n2\nX\ng", first_line=11)
     assert [(w.text, w.line) for c in code.commands for w in c.words] == [
         ("a", 11),
@@ -74,7 +79,7 @@ def test_words_and_comments_know_their_lines() -> None:
     assert [(c.text, c.line) for c in code.comments] == [("# f", 13)]
 
 
-def test_a_command_knows_what_surrounds_it() -> None:
+def test_a_command_has_its_enclosing_statements_and_operator() -> None:
     text = "if a; then b | c; else d & fi\nwhile e; do (f); done\ng() { h; }; i"
     found = {c.words[0].text: (c.inside, c.operator) for c in Code(text).commands}
     assert found["a"] == ({"if", "condition"}, ";")
@@ -83,7 +88,7 @@ def test_a_command_knows_what_surrounds_it() -> None:
     assert found["d"] == ({"if", "else"}, "&")
     assert found["e"] == ({"while", "condition"}, ";")
     assert found["f"] == ({"while", "do", "subshell"}, "")
-    assert found["h"] == ({"function", "compound"}, ";")
+    assert found["h"] == ({"function", "function g", "compound"}, ";")
     assert found["i"] == (set(), "")
 
 
@@ -100,8 +105,8 @@ def test_any_text_is_read(text: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab '\"\\$#;|&<>()\n", max_size=8), min_size=1, max_size=4))
 @settings(max_examples=30, deadline=None)
-def test_words_quoted_for_bash_come_back_as_bash_sees_them(raw: list[str]) -> None:
+def test_words_quoted_for_bash_are_read_as_bash_reads_them(raw: list[str]) -> None:
     line = "printf '%s\\0' " + shlex.join(raw)
     seen = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     (command,) = Code(line).commands
-    assert [w.text.replace(LATER, "$") for w in command.words[2:]] == seen == raw
+    assert [w.text for w in command.words[2:]] == seen == raw

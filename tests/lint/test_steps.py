@@ -3,12 +3,12 @@
 import pytest
 
 from kit.lint.script import Script
-from kit.lint.shell import LATER
+from tests.lint.test_shell import marked
 
 
 def steps(body: str) -> list[tuple[str, list[str]]]:
     script = Script("#!/bin/bash\n" + body)
-    return [(s.program, [t.replace(LATER, "§") for t in s.texts]) for s in script.steps]
+    return [(s.program, [marked(w) for w in s.words]) for s in script.steps]
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,13 @@ def steps(body: str) -> list[tuple[str, list[str]]]:
         ('srun bash -c "a $(b c) d"', "a", ["a", "$(b c)", "d"]),
     ],
 )
-def test_a_step_is_what_runs_in_the_end(body: str, program: str, texts: list[str]) -> None:
+def test_a_step_is_the_program_that_wrappers_start(body: str, program: str, texts: list[str]) -> None:
     found = steps(body)[-1]
     assert found[0] == program
     assert found[1][: len(texts)] == texts
 
 
-def test_a_script_that_calls_itself_ends() -> None:
+def test_reading_a_script_that_calls_itself_ends() -> None:
     assert len(Script('C=\'eval "$C"; eval "$C"\'\neval "$C"\n').steps) < 2000
     double = "".join(f'A{i + 1}="$A{i}$A{i}"\n' for i in range(40))
     assert max(len(a.value) for a in Script(f"A0=xxxxxxxx\n{double}").scope.assignments) < 50_000

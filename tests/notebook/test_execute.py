@@ -71,7 +71,7 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
 # How a notebook ends
 
 
-def test_a_notebook_that_runs_to_its_end_is_completed(tmp_path: Path) -> None:
+def test_a_notebook_without_errors_is_completed(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.ipynb"
     stream = io.StringIO()
     assert execute(write(tmp_path / "in.ipynb", PID, "1 + 1"), out, stream=stream) == out
@@ -94,7 +94,7 @@ def test_a_notebook_that_runs_to_its_end_is_completed(tmp_path: Path) -> None:
             Ending.CELL_FAILED,
             1,
         ),
-        ("import sys; sys.exit(0)", "failed", "The cell raised SystemExit(0).", Ending.CELL_FAILED, 1),
+        ("raise SystemExit('no data')", "failed", "The cell raised SystemExit(no data).", Ending.CELL_FAILED, 1),
         ("import sys; sys.exit(3)", "failed", "The cell raised SystemExit(3).", Ending.CELL_FAILED, 1),
         ("this is no Python", "failed", "The cell raised SyntaxError", Ending.CELL_FAILED, 1),
         (
@@ -109,7 +109,7 @@ def test_a_notebook_that_runs_to_its_end_is_completed(tmp_path: Path) -> None:
         ("import time; print('so far'); time.sleep(60)", "terminated", "longer than 2 s", Ending.CELL_TIMED_OUT, 124),
     ],
 )
-def test_a_notebook_that_does_not_run_to_its_end_says_why(
+def test_an_incomplete_notebook_records_the_reason(
     tmp_path: Path, cell: str, status: str, reason: str, ending: Ending, code: int
 ) -> None:
     out = tmp_path / "out.ipynb"
@@ -129,6 +129,28 @@ def test_a_notebook_that_does_not_run_to_its_end_says_why(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import sys; sys.exit()", "raise SystemExit"])
+def test_a_notebook_that_leaves_with_sys_exit_0_ends_well_and_says_what_did_not_run(tmp_path: Path, leave: str) -> None:
+    source = write(tmp_path / "in.ipynb", PID, leave, "print('later')")
+    out = execute(source, tmp_path / "out.ipynb", stream=io.StringIO())
+    saved = nbformat.read(out, 4)
+    assert statuses(out) == ["completed", "completed", "pending"]
+    assert saved.metadata.papermill.exception is False and saved.metadata.kit.exit_code == 0
+    assert saved.metadata.kit.ending == Ending.LEFT
+    assert saved.metadata.kit.reason == "The cell called sys.exit(0), so the cells behind it did not run."
+    assert "later" not in text(out) and kernel_is_gone(out)
+
+
+def test_an_error_while_a_result_is_shown_has_its_name_and_message(tmp_path: Path) -> None:
+    class_of_result = "class Broken:\n    def _repr_png_(self): raise OSError('no picture')\nBroken()"
+    missing = "from IPython.display import Image\nImage('no-such.png')"
+    for cell, words in ((class_of_result, "OSError(no picture)"), (missing, "FileNotFoundError(No such file")):
+        with pytest.raises(NotebookFailed) as failure:
+            execute(write(tmp_path / "in.ipynb", cell), tmp_path / "out.ipynb", overwrite=True, stream=io.StringIO())
+        assert f"The cell raised {words}" in str(failure.value)
+        assert words in nbformat.read(tmp_path / "out.ipynb", 4).metadata.kit.reason
+
+
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
     """A file: a process that writes its id into it gets no more than 400 MB of memory."""
@@ -145,7 +167,7 @@ def small_memory() -> Iterator[Path]:
     pytest.skip("a memory limit takes root and a memory cgroup that can be written")
 
 
-def test_a_kernel_that_the_system_kills_for_its_memory_is_terminated(tmp_path: Path, small_memory: Path) -> None:
+def test_a_kernel_killed_for_its_memory_is_terminated(tmp_path: Path, small_memory: Path) -> None:
     out = tmp_path / "out.ipynb"
     cells = [PID, f"print(open({str(small_memory)!r}, 'w').write(str(os.getpid())))", "len(bytearray(2000 << 20))", "1"]
     with pytest.raises(NotebookFailed, match="as the system does when memory runs out") as failure:
@@ -154,7 +176,7 @@ def test_a_kernel_that_the_system_kills_for_its_memory_is_terminated(tmp_path: P
     assert statuses(out) == ["completed", "completed", "terminated", "pending"]
 
 
-def test_the_last_words_of_a_kernel_that_crashes_are_kept(tmp_path: Path) -> None:
+def test_stderr_of_a_crashed_kernel_is_kept(tmp_path: Path) -> None:
     crash = "import ctypes, faulthandler, time; faulthandler.enable(); time.sleep(0.5); ctypes.string_at(0)"
     stream, out = io.StringIO(), tmp_path / "out.ipynb"
     with pytest.raises(NotebookFailed, match="SIGSEGV") as failure:
@@ -163,7 +185,7 @@ def test_the_last_words_of_a_kernel_that_crashes_are_kept(tmp_path: Path) -> Non
     assert "Segmentation fault" in stream.getvalue() and "Segmentation fault" in text(out)
 
 
-def test_what_a_kernel_says_as_it_ends_well_is_not_taken_for_a_crash(tmp_path: Path, capfd: Any) -> None:
+def test_stderr_at_a_normal_end_is_not_a_crash(tmp_path: Path, capfd: Any) -> None:
     late = "import atexit, os\natexit.register(lambda: os.write(os.dup(2), b'Traceback (most recent call last):'))"
     assert execute(write(tmp_path / "in.ipynb", late), tmp_path / "out.ipynb", stream=io.StringIO()).exists()
     assert "Traceback" not in capfd.readouterr().err
@@ -218,7 +240,7 @@ finally:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_cell_and_is_named(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_cell_and_is_recorded(tmp_path: Path, number: signal.Signals) -> None:
     process, out = started(tmp_path)
     process.send_signal(number)
     assert process.wait(30) not in (0, None)
@@ -232,7 +254,7 @@ def test_a_signal_stops_the_cell_and_is_named(tmp_path: Path, number: signal.Sig
     assert kernel_is_gone(out)
 
 
-def test_a_signal_to_every_process_of_the_job_is_still_named(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_of_the_job_is_recorded(tmp_path: Path) -> None:
     process, out = started(tmp_path)
     for member in (*psutil.Process(process.pid).children(recursive=True), process):  # as scancel --full does
         member.send_signal(signal.SIGTERM)
@@ -253,7 +275,7 @@ def test_a_signal_before_the_kernel_is_up_leaves_every_cell_pending(tmp_path: Pa
     assert nbformat.read(out, 4).metadata.kit.reason == "SIGTERM stopped the notebook."
 
 
-def test_after_sigkill_nothing_claims_to_be_completed_and_the_kernel_goes(tmp_path: Path) -> None:
+def test_after_sigkill_no_cell_is_completed_and_the_kernel_ends(tmp_path: Path) -> None:
     process, out = started(tmp_path)
     process.kill()
     process.wait(30)
@@ -341,12 +363,14 @@ def test_a_value_gets_the_type_of_its_annotation(
         ("lr", "fast", "a number"),
     ],
 )
-def test_a_bad_value_or_name_is_refused(known: dict[str, Parameter], name: str, given: Any, words: str) -> None:
+def test_unknown_names_and_wrong_values_are_errors(
+    known: dict[str, Parameter], name: str, given: Any, words: str
+) -> None:
     with pytest.raises(InputError, match=words):
         check(known, {name: given})
 
 
-def test_a_secret_is_no_parameter_but_a_number_of_tokens_is(tmp_path: Path) -> None:
+def test_secrets_are_rejected_as_parameters_and_numbers_of_tokens_are_not(tmp_path: Path) -> None:
     cell = 'hf_token: str = ""\nmax_tokens: int = 5\ntokenizer: str = ""'
     known = read_parameters(write(tmp_path / "in.ipynb", parameters=cell))
     assert check(known, {"max_tokens": "7", "tokenizer": "gpt2"}) == {"max_tokens": 7, "tokenizer": "gpt2"}
@@ -364,7 +388,7 @@ def test_a_yaml_file_is_read_by_the_annotations(known: dict[str, Parameter], tmp
         read_values(file)
 
 
-def test_values_arrive_in_the_kernel_exactly_and_are_recorded(tmp_path: Path) -> None:
+def test_values_are_exact_in_the_kernel_and_recorded(tmp_path: Path) -> None:
     cells = ["print(repr([use_lora, lr, name, out, modules, batch]))", "import sys; print(sys.executable)"]
     source = write(tmp_path / "in.ipynb", *cells, parameters=f"from pathlib import Path\nLiteral = str\n{DEFAULTS}")
     given = {
@@ -389,7 +413,7 @@ def test_values_arrive_in_the_kernel_exactly_and_are_recorded(tmp_path: Path) ->
 # Wrong calls
 
 
-def test_a_wrong_call_says_so_before_anything_runs(tmp_path: Path) -> None:
+def test_a_wrong_call_is_an_error_before_anything_runs(tmp_path: Path) -> None:
     good = write(tmp_path / "good.ipynb", "1", parameters="steps: int = 1")
     two = write(tmp_path / "two.ipynb", parameters="a: int = 1")
     notebook = nbformat.read(two, 4)
@@ -398,6 +422,7 @@ def test_a_wrong_call_says_so_before_anything_runs(tmp_path: Path) -> None:
     none = write(tmp_path / "none.ipynb", "1")
     julia = write(tmp_path / "julia.ipynb", "1", language_info={"name": "julia"})
     odd = write(tmp_path / "odd.ipynb", parameters="when: date = 1")
+    broken = write(tmp_path / "broken.ipynb", parameters="x = ")
     words = tmp_path / "words.ipynb"
     words.write_text("not a notebook")
     empty = tmp_path / "empty.ipynb"
@@ -409,7 +434,8 @@ def test_a_wrong_call_says_so_before_anything_runs(tmp_path: Path) -> None:
         (two, out, {}, "2 cells are tagged"),
         (none, out, {"a": 1}, "takes no parameters"),
         (julia, out, {}, "julia"),
-        (odd, out, {}, "cannot read the type 'date'"),
+        (odd, out, {"when": "2"}, "Parameter 'when' cannot be given: its type 'date' is not made of bool, int"),
+        (broken, out, {}, "is not Python"),
         (words, out, {}, "not a notebook"),
         (empty, out, {}, "not a notebook"),
         (tmp_path / "absent.ipynb", out, {}, "no such notebook"),
@@ -435,7 +461,7 @@ def test_an_existing_notebook_is_overwritten_only_when_asked(tmp_path: Path) -> 
 # The saved file
 
 
-def test_a_reader_never_sees_half_a_notebook_and_the_mode_is_the_umask_s(tmp_path: Path) -> None:
+def test_saves_are_atomic_with_the_mode_of_the_umask(tmp_path: Path) -> None:
     out, reads, done = tmp_path / "out.ipynb", [], threading.Event()
 
     def read() -> None:
@@ -456,7 +482,7 @@ def test_a_reader_never_sees_half_a_notebook_and_the_mode_is_the_umask_s(tmp_pat
     assert stat.S_IMODE(out.stat().st_mode) == 0o640
 
 
-def test_output_reaches_the_disk_while_its_cell_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_saved_while_its_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "AUTOSAVE_S", 0.2)
     gate, out = tmp_path / "gate", tmp_path / "out.ipynb"
     waits = f"import os, time\nprint('early')\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.05)"
@@ -470,7 +496,7 @@ def test_output_reaches_the_disk_while_its_cell_still_runs(tmp_path: Path, monke
     assert statuses(out) == ["completed"]
 
 
-def test_widgets_leave_their_plain_form_and_no_state(tmp_path: Path) -> None:
+def test_widgets_are_saved_as_plain_text_without_state(tmp_path: Path) -> None:
     state = {"application/vnd.jupyter.widget-state+json": {"state": {}, "version_major": 2, "version_minor": 0}}
     source = write(tmp_path / "in.ipynb", "import ipywidgets; ipywidgets.IntSlider()", widgets=state)
     out = execute(source, tmp_path / "out.ipynb", stream=io.StringIO())
@@ -496,7 +522,7 @@ for i in range(1000):
     assert outputs["stdout"].count("loss") == 10
 
 
-def test_a_secret_of_the_environment_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_environment_are_hidden_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "hf_0123456789abcdef"
     monkeypatch.setenv("MY_API_TOKEN", secret)
     leaks = "import os\nt = os.environ['MY_API_TOKEN']\nprint('token', t)\nraise ValueError(f'refused {t}')"
@@ -506,9 +532,11 @@ def test_a_secret_of_the_environment_is_nowhere(tmp_path: Path, monkeypatch: pyt
         execute(source, out, {"note": f"see {secret}"}, stream=stream)
     for place in (out.read_text(), stream.getvalue(), str(failure.value)):
         assert secret not in place and "[hidden]" in place
+    assert nbformat.read(out, 4).metadata.kit.hidden == ["MY_API_TOKEN"]
+    assert "[hidden] is in the place of the values of MY_API_TOKEN" in stream.getvalue()
 
 
-def test_provenance_says_what_ran_and_not_who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_the_code_and_not_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("USER", "somebody_known")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
@@ -527,7 +555,7 @@ def test_provenance_says_what_ran_and_not_who(tmp_path: Path, monkeypatch: pytes
     assert "somebody_known" not in nbformat.writes(saved)
 
 
-def test_a_dirty_tree_is_noted_with_its_diff_as_far_as_that_is_short(tmp_path: Path) -> None:
+def test_a_dirty_tree_is_recorded_with_a_limited_diff(tmp_path: Path) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     (tmp_path / "code.py").write_text("before\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
@@ -539,7 +567,7 @@ def test_a_dirty_tree_is_noted_with_its_diff_as_far_as_that_is_short(tmp_path: P
     assert provenance.git(tmp_path.parent / "nowhere") is None
 
 
-def test_what_the_variables_hold_at_the_end_is_noted(tmp_path: Path) -> None:
+def test_runs_datasets_and_results_in_variables_are_recorded(tmp_path: Path) -> None:
     cells = [
         "from kit import Cluster, Run\nrun = Run.create_for_script('', Cluster('c'), 'own')",
         "import numpy\nresult = {'loss': [2.5, numpy.float32(0.1), float('nan')], 'note': 'words', 'steps': 3}",
@@ -555,7 +583,7 @@ def test_what_the_variables_hold_at_the_end_is_noted(tmp_path: Path) -> None:
 # Company
 
 
-def test_six_at_once_in_one_folder(tmp_path: Path) -> None:
+def test_six_concurrent_executions_in_one_folder(tmp_path: Path) -> None:
     source = write(tmp_path / "in.ipynb", "print(n)", parameters="n: int = 0")
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         jobs = [pool.submit(execute, source, tmp_path / f"{n}.ipynb", {"n": n}, stream=io.StringIO()) for n in range(6)]
@@ -569,12 +597,12 @@ def test_a_notebook_can_run_another(tmp_path: Path) -> None:
     assert text(asyncio.run(cell())) == "inner\n"
 
 
-def test_the_kernel_talks_encrypted(tmp_path: Path) -> None:
+def test_the_kernel_transport_is_encrypted(tmp_path: Path) -> None:
     peek = "import json, ipykernel; print('curve_publickey' in json.load(open(ipykernel.get_connection_file())))"
     assert text(execute(write(tmp_path / "in.ipynb", peek), tmp_path / "out.ipynb", stream=io.StringIO())) == "True\n"
 
 
-def test_papermill_finds_the_engine_whichever_is_imported_first(tmp_path: Path) -> None:
+def test_papermill_finds_the_engine_in_any_import_order(tmp_path: Path) -> None:
     info = tmp_path / "finetune_kit-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: finetune-kit\nVersion: 0.0\n")
@@ -589,6 +617,12 @@ def test_papermill_finds_the_engine_whichever_is_imported_first(tmp_path: Path) 
     write(tmp_path / "in.ipynb", "import sys", "sys.exit(0 if flag else 3)", parameters="flag: bool = False")
     command = [sys.executable, "-m", "papermill", "--engine", "kit", "in.ipynb", "out.ipynb", "-p", "flag", "true"]
     done = subprocess.run([*command, "--cwd", "elsewhere"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode not in (0, 2), done.stderr
-    assert statuses(tmp_path / "out.ipynb") == ["completed", "completed", "completed", "failed"]
-    assert nbformat.read(tmp_path / "out.ipynb", 4).metadata.kit.reason == "The cell raised SystemExit(0)."
+    assert done.returncode == 0, done.stderr
+    assert statuses(tmp_path / "out.ipynb") == ["completed", "completed", "completed", "completed"]
+    assert nbformat.read(tmp_path / "out.ipynb", 4).metadata.kit.ending == Ending.LEFT
+    command[-1] = "false"
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "PapermillExecutionError" in done.stderr
+    saved = nbformat.read(tmp_path / "out.ipynb", 4)
+    assert "papermill-error-cell" in saved.cells[0].source
+    assert saved.metadata.kit.reason == "The cell raised SystemExit(3)."

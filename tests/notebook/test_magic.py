@@ -33,7 +33,7 @@ def bash(script: str) -> str:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
 
 
-def test_everything_but_a_double_brace_is_left_to_bash() -> None:
+def test_only_double_braces_are_replaced() -> None:
     cell = "echo ${HOME} {a,b} {{a,b},c} $((1+2)) '{' \"{{}}\" %{x} {x}\nawk '{ print $1 }'\n"
     assert fill(cell, {}.__getitem__) == cell
 
@@ -50,14 +50,14 @@ def test_everything_but_a_double_brace_is_left_to_bash() -> None:
         ((), []),
     ],
 )
-def test_a_value_reaches_the_program_as_it_is(value: object, words: list[str]) -> None:
+def test_values_reach_the_program_unchanged(value: object, words: list[str]) -> None:
     script = fill("printf '<%s>' é {{value}} end", {"value": value}.__getitem__)
     assert bash(script) == "".join(f"<{w}>" for w in ["é", *words, "end"])
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20))
 @settings(max_examples=40, deadline=None)
-def test_any_text_reaches_the_program_as_it_is(value: str) -> None:
+def test_any_text_reaches_the_program_unchanged(value: str) -> None:
     script = fill("X=a{{value}}b\nprintf '%s' \"$X\" | od -An -tx1", {"value": value}.__getitem__)
     assert bytes.fromhex(bash(script)).decode() == f"a{value}b"
 
@@ -80,13 +80,13 @@ def test_attributes_and_items_are_looked_up_too(shell: InteractiveShell) -> None
         ("cat <<EOF\n{{value}}\nEOF", "heredoc body"),
     ],
 )
-def test_a_value_that_needs_quotes_is_refused_where_they_do_not_work(cell: str, where: str) -> None:
+def test_a_value_that_cannot_be_quoted_there_is_an_error(cell: str, where: str) -> None:
     assert fill(cell, {"value": "plain-1.5/x"}.__getitem__) == cell.replace("{{value}}", "plain-1.5/x")
     with pytest.raises(InputError, match=rf"is in a {where}, where its value, 'a b', cannot be quoted"):
         fill(cell, {"value": "a b"}.__getitem__)
 
 
-def test_a_directive_takes_quotes_but_no_second_line() -> None:
+def test_a_directive_accepts_quotes_and_no_line_break() -> None:
     assert fill("#SBATCH --comment={{value}}\n", {"value": "a b"}.__getitem__) == "#SBATCH --comment='a b'\n"
     with pytest.raises(InputError, match="cannot be quoted"):
         fill("#SBATCH --comment={{value}}\n", {"value": "a\nrm -rf x"}.__getitem__)
@@ -98,7 +98,7 @@ def test_an_error_stops_it_before_anything_is_written(shell: InteractiveShell) -
     assert "KS104" in str(out.outputs[0].data["text/html"]) and not Path("runs").exists()
 
 
-def test_a_dry_run_shows_the_script_and_its_findings_and_submits_nothing(shell: InteractiveShell) -> None:
+def test_a_dry_run_shows_script_and_findings_without_submitting(shell: InteractiveShell) -> None:
     shell.run_cell("nodes = 3")
     with capture_output() as out:
         cell = CLEAN.replace("--nodes=1", "--nodes={{nodes}}") + "srun hostname | tee log; pip install x\n"
@@ -130,7 +130,7 @@ def test_a_cell_becomes_a_run_on_the_cluster(live_slurm: Path, shell: Interactiv
 
 
 @pytest.mark.slurm
-def test_what_slurm_refuses_is_said_in_its_words(live_slurm: Path, shell: InteractiveShell) -> None:
+def test_an_error_of_sbatch_is_shown(live_slurm: Path, shell: InteractiveShell) -> None:
     with pytest.raises(SubmitError, match=r"(?i)invalid partition"):
         shell.run_cell_magic("sbatch", "", CLEAN.replace("--nodes=1", "--partition=absent") + "hostname\n")
 

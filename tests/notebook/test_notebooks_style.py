@@ -21,7 +21,7 @@ def cells(path: Path, kind: str = "") -> list[Any]:
     return [c for c in nbformat.read(path, as_version=4).cells if not kind or c.cell_type == kind]
 
 
-def test_there_are_notebooks_and_no_two_share_a_number() -> None:
+def test_notebook_numbers_are_unique() -> None:
     assert NOTEBOOKS
     assert len({p.name[:2] for p in NOTEBOOKS}) == len(NOTEBOOKS)
 
@@ -40,7 +40,7 @@ def test_it_is_valid_and_in_python(path: Path) -> None:
 
 
 @every_notebook
-def test_it_opens_with_a_title(path: Path) -> None:
+def test_each_notebook_begins_with_a_title(path: Path) -> None:
     first = cells(path)[0]
     assert first.cell_type == "markdown" and re.match(r"# \S", first.source)
     titles = [line for c in cells(path, "markdown") for line in c.source.splitlines() if line.startswith("# ")]
@@ -48,7 +48,7 @@ def test_it_opens_with_a_title(path: Path) -> None:
 
 
 @every_notebook
-def test_the_first_cell_says_what_it_needs_and_leaves_and_what_comes_next(path: Path) -> None:
+def test_the_first_cell_lists_inputs_outputs_and_the_next_notebook(path: Path) -> None:
     words = cells(path)[0].source
     assert re.search(r"^Needs: \w", words, re.MULTILINE) and re.search(r"\b[Ll]eaves\b", words)
     if later := [p.name[:2] for p in NOTEBOOKS if p.name > path.name]:
@@ -71,7 +71,7 @@ def test_every_parameter_is_one_annotated_line_with_its_help(path: Path) -> None
 
 
 @every_notebook
-def test_nothing_of_a_run_is_left_in_it(path: Path) -> None:
+def test_notebooks_in_git_have_no_outputs(path: Path) -> None:
     for cell in cells(path, "code"):
         assert cell.outputs == [] and cell.execution_count is None
         assert not {"papermill", "execution"} & set(cell.metadata)
@@ -89,13 +89,13 @@ def test_code_cells_are_short_and_define_nothing(path: Path) -> None:
 
 
 @every_notebook
-def test_words_come_before_code_and_at_least_every_second_cell(path: Path) -> None:
+def test_prose_precedes_code_and_is_every_second_cell(path: Path) -> None:
     kinds = "".join(c.cell_type[0] for c in cells(path))
     assert kinds.startswith("m") and "ccc" not in kinds, kinds
 
 
 @every_notebook
-def test_code_reaches_for_no_address_and_no_machine(path: Path) -> None:
+def test_code_names_no_address_and_no_machine(path: Path) -> None:
     code = "\n".join(c.source for c in cells(path, "code"))
     assert re.findall(r"https?://\S+", code) == []
     assert re.findall(r"""["'](?:/|~/)\w[^"']*""", code) == [], "an absolute path"

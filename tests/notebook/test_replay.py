@@ -9,9 +9,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from kit.cli import main
 from kit.errors import InputError
-from kit.notebook.demo import NOTEBOOKS
 from kit.notebook.execute import execute
-from kit.notebook.replay import replay
+from kit.notebook.replay import _result_differences, _results, replay
 from kit.slurm.run import Run
 
 
@@ -33,14 +32,14 @@ NUMBERS = (
 )
 
 
-def test_the_same_numbers_come_of_the_same_parameters(made, tmp_path):
+def test_equal_parameters_give_equal_numbers(made, tmp_path):
     found = replay(made(NUMBERS, "import time\nprint(time.time())", seed=3), tmp_path / "again.ipynb")
     assert (found.same, found.differences, found.reasons) == (True, [], {})
     losses = [nbformat.read(tmp_path / f"{n}.ipynb", 4).metadata.kit.result["loss"] for n in ("out", "again")]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
-def test_numbers_that_differ_are_named_and_the_exit_code_is_1(made, tmp_path, capfd):
+def test_different_numbers_are_listed_with_exit_code_1(made, tmp_path, capfd):
     made(NUMBERS.replace("random.seed(seed)", "import os\nrandom.seed(os.getpid())"))
     assert main(["replay", "out.ipynb", "again.ipynb", "--json"]) == 1
     (difference,) = json.loads(capfd.readouterr().out)["results"]
@@ -48,7 +47,7 @@ def test_numbers_that_differ_are_named_and_the_exit_code_is_1(made, tmp_path, ca
     assert difference == f"result['loss'] was {was}, is {now}"
 
 
-def test_without_numbers_what_the_cells_show_is_compared_but_for_those_tagged(made, tmp_path):
+def test_without_numbers_outputs_are_compared_except_tagged_cells(made, tmp_path):
     out = made("print(seed)", "import os\nprint(os.getpid())", "os.getpid()")
     found = replay(out, tmp_path / "1.ipynb")
     assert [text.split(" was ")[0] for text in found.differences] == ["cell 3", "cell 4"]
@@ -60,7 +59,7 @@ def test_without_numbers_what_the_cells_show_is_compared_but_for_those_tagged(ma
     assert replay(out, tmp_path / "3.ipynb").same
 
 
-def test_a_notebook_that_failed_is_compared_by_how_it_failed(made, tmp_path):
+def test_failed_notebooks_are_compared_by_their_failure(made, tmp_path):
     from kit.notebook.execute import NotebookFailed
 
     with pytest.raises(NotebookFailed):
@@ -71,7 +70,7 @@ def test_a_notebook_that_failed_is_compared_by_how_it_failed(made, tmp_path):
     assert difference == "end was The cell raised AssertionError(no data)., is completed"
 
 
-def test_what_could_explain_a_difference_is_named_by_reason(made, tmp_path):
+def test_possible_reasons_of_a_difference_are_listed(made, tmp_path):
     out = made(NUMBERS)
     noted = nbformat.read(out, 4)
     noted.metadata.kit.update(python="3.9.1", host="elsewhere", data=["0" * 64])
@@ -83,7 +82,7 @@ def test_what_could_explain_a_difference_is_named_by_reason(made, tmp_path):
     assert found.reasons["code"][0].startswith(f"git was {'f' * 12}, is ")
 
 
-def test_a_notebook_that_has_changed_is_replayed_only_anyway(made, tmp_path):
+def test_a_changed_notebook_is_replayed_only_with_anyway(made, tmp_path):
     out, source = made(NUMBERS), tmp_path / "in.ipynb"
     notebook = nbformat.read(source, 4)
     notebook.cells.append(new_code_cell("result['loss'][1] = 7.0"))
@@ -98,13 +97,13 @@ def test_a_notebook_that_has_changed_is_replayed_only_anyway(made, tmp_path):
         replay(out, tmp_path / "more.ipynb")
 
 
-def test_what_kit_did_not_execute_cannot_be_replayed(made, tmp_path):
+def test_notebooks_not_executed_by_kit_cannot_be_replayed(made, tmp_path):
     made(NUMBERS)
     with pytest.raises(InputError, match=r"in.ipynb does not name its source"):
         replay(tmp_path / "in.ipynb", tmp_path / "again.ipynb")
 
 
-def test_paths_are_relative_to_the_notebooks_folder_so_that_all_can_move(made, tmp_path, monkeypatch):
+def test_paths_are_relative_to_the_notebooks_folder(made, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "data").write_text("7")
     out = made("result = {'n': int(open('data').read())}")
@@ -117,16 +116,13 @@ def test_paths_are_relative_to_the_notebooks_folder_so_that_all_can_move(made, t
 
 
 @pytest.mark.slow
-def test_a_fine_tune_on_two_cpu_ranks_gives_the_same_losses_to_the_bit(recipe, tmp_path):
-    (tmp_path / "tiny.toml").write_text(recipe.override(**{"schedule.save_every": 0, "schedule.eval_every": 2}).toml())
-    out = execute(
-        NOTEBOOKS / "03_launch_run.ipynb", tmp_path / "03.ipynb", {"recipe": "tiny.toml"}, stream=io.StringIO()
-    )
+def test_a_fine_tune_on_two_cpu_ranks_gives_the_same_losses_to_the_bit(finished_run, tmp_path):
+    out = tmp_path / "03.ipynb"
     found = replay(out, tmp_path / "again.ipynb")
     assert found.same, found
     (old,), (new,) = (nbformat.read(path, 4).metadata.kit.runs for path in (out, tmp_path / "again.ipynb"))
     assert old != new and Run(tmp_path / new).state.state == "COMPLETED"
     assert (tmp_path / new / "state" / "result.json").exists()
     next((tmp_path / old / "wandb").rglob("*.wandb")).unlink()
-    lost = replay(out, tmp_path / "third.ipynb").differences
+    lost = _result_differences(_results(out), _results(tmp_path / "again.ipynb"))
     assert [text.split(" was ")[0] for text in lost] == ["run 0 train loss", "run 0 eval loss"]

@@ -49,14 +49,14 @@ def test_a_requeued_run_counts_every_start_and_not_the_queue_between(run):
     assert hours(run) == pytest.approx(2.5)
 
 
-def test_the_last_start_of_a_run_that_goes_on_lasts_until_now(run):
+def test_the_last_start_of_a_live_run_lasts_until_now(run):
     script_file(run, "start", 0, 10)
     script_file(run, "exit", 0, 9.5, exit_code=75)
     script_file(run, "start", 1, 2)
     assert hours(run, ended=False) == pytest.approx(2.5)
 
 
-def test_a_start_without_an_exit_record_ends_with_slurms_word_or_the_last_sign(run):
+def test_a_start_without_an_exit_record_ends_at_slurms_state_or_the_last_record(run):
     script_file(run, "start", 0, 10)
     ledger(run, "slurm", 8, state="NODE_FAIL", requeue=True)
     script_file(run, "start", 1, 6)

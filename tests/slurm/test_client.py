@@ -25,12 +25,12 @@ def asked(tmp_path, monkeypatch):
 
 
 def test_a_row_becomes_a_record(asked):
-    record = queue().rows["7"].as_record(5.0, "7", None)
+    record = queue().rows["7"].said
     assert (record.state, record.exit_code, record.signal, record.restart) == (JobState.RUNNING, 0, "", 1)
     assert (record.requeue, record.reason, record.nodes) == (True, "", "node1")
 
 
-def test_the_answer_is_shared_until_it_is_old(asked):
+def test_squeues_answer_is_shared_until_it_expires(asked):
     first = queue()
     assert queue() == first and asked() == 1
 
@@ -82,7 +82,7 @@ def test_a_machine_without_slurm_and_one_whose_slurm_is_gone_belong_to_no_cluste
     assert client.version() == "" and not client.available()
 
 
-def test_a_program_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+def test_a_program_that_does_not_answer_times_out(tmp_path, monkeypatch):
     (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -40,7 +40,7 @@ def cluster(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["22.05.8", "24.11"])
-def test_each_is_clean_and_whole(cluster, tmp_path, version):
+def test_every_job_script_is_valid_and_complete(cluster, tmp_path, version):
     for name, script in scripts(cluster, tmp_path / "a folder").items():
         assert lint(script, name, site_of(cluster, version)) == [], script
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
@@ -57,11 +57,11 @@ def test_each_is_clean_and_whole(cluster, tmp_path, version):
             assert line in body, name
 
 
-def test_what_is_asked_goes_over_the_profile_and_its_own_options_over_that(cluster):
+def test_requested_options_override_the_profile_and_slurm_options_come_last(cluster):
     assert jobscript.options(cluster, time="1", gres="") == ["--partition=gpu", "--time=1", "--qos=high"]
 
 
-def test_the_profiles_environment_wins(cluster):
+def test_the_profiles_environment_has_precedence(cluster):
     script = jobscript.render(cluster, [], "true", {"NCCL_IB_DISABLE": "0", "HF_HUB_OFFLINE": "1"})
     assert "export NCCL_IB_DISABLE=1\n" in script and "NCCL_IB_DISABLE=0" not in script
     assert "export HF_HUB_OFFLINE=1\n" in script

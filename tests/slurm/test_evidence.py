@@ -33,7 +33,7 @@ def run(local):
     made.note(job_id="7", submitted=time.time())
     add_record(made, SubmitRecord)
     left = {"job_id": "7", "time": time.time(), "exit_code": 3, "signal": ""}
-    made.state_folder.exit(0).write_text(json.dumps(left))
+    (made.state_folder.path / "exit.0.json").write_text(json.dumps(left))
     return made
 
 
@@ -69,7 +69,7 @@ def test_a_foreign_or_damaged_file_among_the_state_files_is_ignored(run, name):
 @pytest.mark.parametrize(
     "line", ["5", "{}", "[]", '"x"', '{"source": "slurm", "time": "1", "job_id": "7"}', '{"source": "exit"', "\x00\xff"]
 )
-def test_a_damaged_line_of_the_ledger_hides_no_other(run, line):
+def test_a_damaged_line_of_the_ledger_does_not_affect_other_lines(run, line):
     with run.state_folder.ledger.open("a") as ledger:
         ledger.write(f"{line}\n")
     add_record(run, SlurmRecord, state=JobState.TIMEOUT, exit_code=0)
@@ -77,8 +77,8 @@ def test_a_damaged_line_of_the_ledger_hides_no_other(run, line):
 
 
 def test_a_state_file_that_is_not_a_regular_file_is_not_read(run):
-    os.mkfifo(run.state_folder.exit(1))
-    run.state_folder.start(2).mkdir()
+    os.mkfifo(run.state_folder.path / "exit.1.json")
+    (run.state_folder.path / "start.2.json").mkdir()
     assert run.state.exit_code == 3
 
 
@@ -86,7 +86,7 @@ def test_a_state_file_that_is_not_a_regular_file_is_not_read(run):
     "text",
     ["[]", "{}", "{", '{"job_id": 12}', '"x"', '{"job_id": "7", "tasks": 5}', '{"job_id": null, "submitted": "now"}'],
 )
-def test_a_run_whose_run_json_is_damaged_is_named_and_hides_no_other(run, local, text):
+def test_a_run_with_a_damaged_run_json_is_named_and_other_runs_are_listed(run, local, text):
     bad = Run.create_for_script("#!/bin/sh\n", local, "bad")
     (bad.path / "run.json").write_text(text)
     with pytest.raises(InputError, match=r"bad-.*run\.json"):
@@ -94,7 +94,7 @@ def test_a_run_whose_run_json_is_damaged_is_named_and_hides_no_other(run, local,
     assert [row["run"] for row in runs().as_dict()["runs"]] == [str(run.path)]
 
 
-def test_an_unreadable_ledger_is_shown_in_the_table_and_hides_no_other_run(run, local, monkeypatch):
+def test_an_unreadable_ledger_is_shown_in_the_table_and_other_runs_are_listed(run, local, monkeypatch):
     other = Run.create_for_script("#!/bin/sh\n", local, "other")
     read = evidence.state_of
 
@@ -118,7 +118,7 @@ def test_records_of_the_first_version_are_read(run):
     run.state_folder.ledger.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     reason = {"reason": "time limit near, saved checkpoint-40, requeued"}
     old = {"job_id": "7", "time": time.time(), "exit_code": 75, "signal": "USR2"} | reason
-    run.state_folder.exit(0).write_text(json.dumps(old))
+    (run.state_folder.path / "exit.0.json").write_text(json.dumps(old))
     kinds = [type(record) for record in read_records(run)]
     assert sorted(kind.__name__ for kind in kinds) == ["ExitRecord", "SacctRecord", "SlurmRecord"]
     assert run.state.state == "COMPLETING"  # the same job starts again
@@ -128,15 +128,17 @@ def test_a_job_that_requeued_itself_has_not_ended_whatever_its_reason_says(run):
     left = ExitRecord(
         time=time.time(), job_id="7", exit_code=75, signal="USR2", end=ScriptEnd.TIME_LIMIT, requeued=True, reason="bye"
     )
-    run.state_folder.exit(0).write_text(json.dumps(left.as_dict()))
+    (run.state_folder.path / "exit.0.json").write_text(json.dumps(left.as_dict()))
     assert not run.state.ended
-    run.state_folder.exit(0).write_text(json.dumps(left.as_dict() | {"requeued": False, "reason": "requeued"}))
+    (run.state_folder.path / "exit.0.json").write_text(
+        json.dumps(left.as_dict() | {"requeued": False, "reason": "requeued"})
+    )
     assert run.state.state == "FAILED"
 
 
-def test_archived_records_stay_those_of_their_job(run):
+def test_archived_records_keep_their_job_id(run):
     archive(run)
-    assert not run.state_folder.exit(0).exists()
+    assert not (run.state_folder.path / "exit.0.json").exists()
     assert [record.exit_code for record in read_records(run) if isinstance(record, ExitRecord)] == [3]
     run.note(job_id="8", submitted=time.time())
     assert read_records(run) == []
@@ -146,7 +148,7 @@ def test_a_run_whose_answer_of_sbatch_did_not_arrive_may_have_been_submitted(loc
     run = Run.create_for_script("#!/bin/sh\n", local, "own")
     assert (run.state.state, run.state.confidence) == ("NOT SUBMITTED", "high")
     run.note(submitted=time.time(), script=str(run.path / "job.sbatch"))
-    assert (run.state.state, run.state.confidence) == ("NOT SUBMITTED", "low")
+    assert (run.state.state, run.state.confidence) == ("SUBMITTING", "low")
     assert "Slurm may have the job" in str(run.state)
 
 
@@ -161,12 +163,12 @@ def test_an_end_that_is_recorded_after_the_job_started_again_does_not_hide_the_l
     """Two processes ask Slurm: one requeues the job while the other one still records how it ended before."""
     add_record(run, RequeueRecord)
     add_record(run, SlurmRecord, state=JobState.FAILED, exit_code=3, restart=0, requeue=True)
-    run.state_folder.start(1).write_text(json.dumps({"job_id": "7", "time": time.time()}))
+    (run.state_folder.path / "start.1.json").write_text(json.dumps({"job_id": "7", "time": time.time()}))
     stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|COMPLETED|0|1|1|None|N/A|node1|job.sbatch")
     assert (run.state.state, run.state.exit_code) == ("COMPLETED", 0)
 
 
-def test_an_answer_from_before_a_requeue_says_nothing_of_the_job_after_it(run, monkeypatch, tmp_path):
+def test_an_answer_older_than_a_requeue_is_ignored(run, monkeypatch, tmp_path):
     stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|768|0|1|None|N/A|node1|job.sbatch")
     assert run.state.state == "FAILED"  # from now on this answer is shared for some seconds
     add_record(run, RequeueRecord, time=time.time() + 1)
@@ -175,7 +177,7 @@ def test_an_answer_from_before_a_requeue_says_nothing_of_the_job_after_it(run, m
     assert isinstance(kinds[-1], RequeueRecord)
 
 
-def test_a_damaged_run_does_not_end_the_watcher_and_is_not_watched_any_more(run, local, monkeypatch, tmp_path):
+def test_a_damaged_run_does_not_stop_the_watcher_and_is_removed_from_its_list(run, local, monkeypatch, tmp_path):
     stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|1024|0|1|NonZeroExitCode|N/A|node1|job.sbatch")
     bad = Run.create_for_script("#!/bin/sh\n", local, "bad")
     (bad.path / "run.json").write_text("[]")
@@ -190,11 +192,11 @@ def test_a_damaged_run_does_not_end_the_watcher_and_is_not_watched_any_more(run,
         assert left == []
 
 
-def test_a_queue_that_does_not_answer_is_not_a_fact_about_the_job(run):
+def test_a_squeue_failure_is_not_recorded_in_the_ledger(run):
     assert not any(isinstance(record, QueueRecord) for record in read_records(run))
 
 
-def test_the_records_of_witness_sh_are_records(run, tmp_path):
+def test_the_files_of_witness_sh_are_read_as_records(run, tmp_path):
     """Bash reads witness.sh before a user's own script, as Slurm starts it."""
     script = tmp_path / "job.sbatch"
     script.write_text("#!/bin/bash\nexit 5\n")
@@ -203,7 +205,7 @@ def test_the_records_of_witness_sh_are_records(run, tmp_path):
     }  # fmt: skip
     subprocess.run(["bash", script], env=environment, check=False)
     folder = run.state_folder
-    start = parse_record(json.loads(folder.start(0, 2).read_text()) | {"source": "start"})
-    end = parse_record(json.loads(folder.exit(0, 2).read_text()) | {"source": "exit"})
+    start = parse_record(json.loads((folder.path / "start.0.2.json").read_text()) | {"source": "start"})
+    end = parse_record(json.loads((folder.path / "exit.0.2.json").read_text()) | {"source": "exit"})
     assert isinstance(start, StartRecord) and (start.job_id, start.nodes) == ("6", "node1")
     assert isinstance(end, ExitRecord) and (end.exit_code, end.signal) == (5, None)

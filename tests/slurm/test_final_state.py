@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from kit.config.cluster import Cluster
-from kit.slurm import client, watcher
+from kit.slurm import client, ledger, watcher
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run
+from kit.slurm.states import SlurmRecord
 from tests.conftest import REPOSITORY, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -27,6 +28,7 @@ CRASH = f"{sys.executable} -c \"raise ValueError('bad lr')\" 2>&1"
 SLEEP = "sleep 100 & wait $!"
 TERM = f"trap 'exit 143' TERM\n{SLEEP}"
 NO_NOTE = "from kit.slurm import evidence; evidence.note_job = die"
+DEAF = "trap '' TERM; while :; do sleep 99; done"  # Slurm may kill sleep before the shell, which must not end then
 AGAIN = "[ ${SLURM_RESTART_COUNT:-0} -lt %d ] || exit %d\n" + SLEEP
 MIXED = "case $SLURM_ARRAY_TASK_ID in 1) exit 3;; 2) kill -9 $$;; 3) " + SLEEP + ";; esac"
 
@@ -47,6 +49,10 @@ def started(run, restart=0):
     until(lambda: list((run.path / "state").glob(f"start.{restart}.*")))
 
 
+def seen_by_watcher(run):
+    return any(isinstance(record, SlurmRecord) for record in ledger.read_records(run))
+
+
 class World:
     """One live Slurm, the folder of its runs, and the cases that are played in it."""
 
@@ -63,6 +69,14 @@ class World:
         run = self.job(body, *options, **more)
         started(run)
         act(run.job_id)
+        return run
+
+    def follower(self, **more):
+        """A run after one that fails, but not before Slurm has both."""
+        go = self.root / f"go-{more.get('when', '')}"
+        first = self.job(f"until [ -e {go} ]; do sleep 0.2; done; exit 1")
+        run = self.job("exit 0", after=first, **more)
+        go.touch()
         return run
 
     def requeued(self, times, code):
@@ -88,7 +102,7 @@ class World:
     def array(self, cancelled, *options, body=MIXED):
         run = self.job(body, *options, count=4)
         key = f"{run.job_id}_{cancelled}"
-        until(lambda: list((run.path / "state").glob(f"start.0.{cancelled}.json")) or "--begin" in str(options))
+        until(lambda: list((run.path / "state").glob(f"start.0.{cancelled}.json")) or seen_by_watcher(run))
         scancel(key)
         return run
 
@@ -145,7 +159,7 @@ WATCHED = {
     "traceback, then echo": (lambda w: w.job(CRASH + "; echo done"), "COMPLETED", 0, "ValueError: bad lr", 1),
     "step 3, then echo": (lambda w: w.job("srun bash -c 'exit 3'; echo x"), "COMPLETED", 0, "task 0 on node1: Exit", 1),
     "time limit": (lambda w: w.after_start(TERM, **LIMIT), "TIMEOUT", 143, "DUE TO TIME LIMIT", 0),
-    "time limit, deaf": (lambda w: w.after_start("trap '' TERM; sleep 99", **LIMIT), "TIMEOUT", 0, "TIME LIMIT", 0),
+    "time limit, deaf": (lambda w: w.after_start(DEAF, **LIMIT), "TIMEOUT", 0, "TIME LIMIT", 0),
     "time limit, exit 0": (
         lambda w: w.after_start("trap 'exit 0' TERM; while :; do sleep 1; done", **LIMIT), "TIMEOUT", 0, "LIMIT", 1),
     "cancelled running": (
@@ -157,10 +171,8 @@ WATCHED = {
         lambda w: w.job("exit 0", "--output=nowhere/%j.out"), "FAILED", 0, "never started on node1: the folder", 0),
     "kernel killed": (lambda w: w.killed_kernel("killed-after"), "FAILED", 6, "code 6", 0),
     "kernel killed amid": (lambda w: w.killed_kernel("killed-amid", NO_NOTE), "FAILED", 6, "code 6", 0),
-    "follows a failure": (
-        lambda w: w.job("exit 0", after=w.job("sleep 1; exit 1")), "CANCELLED", 0, "to follow did not end well", 0),
-    "follows any end": (
-        lambda w: w.job("exit 0", after=w.job("sleep 1; exit 1"), when="any"), "COMPLETED", 0, "", 0),
+    "follows a failure": (lambda w: w.follower(), "CANCELLED", 0, "to follow did not end well", 0),
+    "follows any end": (lambda w: w.follower(when="any"), "COMPLETED", 0, "", 0),
     "array": (lambda w: w.array(3), "FAILED", 3, "4 tasks: .*1 COMPLETED", 0),
     "moved": (lambda w: moved(ended(w.job("exit 2"))), "FAILED", 2, "code 2", 0),
     "id given again": (
@@ -178,7 +190,7 @@ UNWATCHED = {
     "unwatched exit 5": (lambda w: w.job("exit 5"), "FAILED", 5, "code 5"),
     "unwatched time limit": (lambda w: w.after_start(TERM, **LIMIT), "TIMEOUT", 143, "TIME LIMIT"),
     "unwatched time limit, deaf": (
-        lambda w: w.after_start("trap '' TERM; sleep 99", **LIMIT),
+        lambda w: w.after_start(DEAF, **LIMIT),
         "TIMEOUT",
         None,
         "TIME LIMIT",
@@ -246,9 +258,9 @@ def judged(root, unwatched, watched):
         made = {name: pool.submit(case[0], World(root, "unwatched")) for name, case in unwatched.items()}
         made |= {name: pool.submit(case[0], World(root)) for name, case in watched.items()}
         runs = {name: future.result() for name, future in made.items()} | NODE2
-        until(lambda: not client.squeue("-u", str(os.getuid())).rows, 90)
-        for beat in root.glob("runs/*/state/heartbeat*"):
-            os.utime(beat, (1, 1))  # as if it were days later
+        until(lambda: not client.squeue("-u", str(os.getuid())).rows, 180)
+        for sign in (*root.glob("runs/*/state/heartbeat*"), *root.glob("runs/*/logs/*")):
+            os.utime(sign, (1, 1))  # as if it were days later
         patch.setenv("XDG_STATE_HOME", str(root / "second"))
         return {name: (run, run.state) for name, run in runs.items()}
 
@@ -258,7 +270,7 @@ def off(make_slurm):
     watched = WATCHED | {"node2": (node2_story,)}
     for name, act in PENDING.items():
         watched[name] = (lambda w, act=act: [r := w.job("exit 0", "--begin=now+1hour"), act(r.job_id)][0],)
-    watched["array that waited"] = (lambda w: w.array(1, "--begin=now+6", body=MIXED.replace("3)", "4)")),)
+    watched["array that waited"] = (lambda w: w.array(1, "--begin=now+20", body=MIXED.replace("3)", "4)")),)
     return judged(make_slurm("off"), UNWATCHED, watched)
 
 
@@ -275,12 +287,12 @@ def tells(found, state, code, cause, conflicts=0):
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_accounting_off_and_forgotten(off, name):
+def test_final_states_without_accounting_after_slurm_forgot_the_jobs(off, name):
     tells(off[name], *WATCHED[name][1:])
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_a_job_that_lost_its_node_ends_only_when_it_does_not_start_again(off, name):
+def test_a_job_that_lost_its_node_has_ended_only_if_it_is_not_requeued(off, name):
     now = off[name][1]
     state, code, cause = STORIES[name]
     assert now.state == state and (code is None or now.exit_code == code), str(now)
@@ -292,22 +304,22 @@ def test_cancelled_before_it_started(off, name):
     tells(off[name], "CANCELLED", 0, "")
 
 
-def test_every_task_of_an_array_has_its_own_end(off):
+def test_every_array_task_has_a_final_state(off):
     assert off["array"][1].tasks == {0: "COMPLETED", 1: "FAILED", 2: "FAILED", 3: "CANCELLED"}
     assert off["array that waited"][1].tasks == {0: "COMPLETED", 1: "CANCELLED", 2: "FAILED", 3: "COMPLETED"}
 
 
 @pytest.mark.parametrize("name", UNWATCHED)
-def test_accounting_off_and_nobody_looked(off, name):
+def test_final_states_without_accounting_and_without_the_watcher(off, name):
     tells(off[name], *UNWATCHED[name][1:], conflicts=int("tee" in name))
 
 
 @pytest.mark.parametrize("name", ACCOUNTED)
-def test_accounting_on_and_nobody_looked(on, name):
+def test_final_states_with_accounting_and_without_the_watcher(on, name):
     tells(on[name], *ACCOUNTED[name][1:], conflicts=int("tee" in name))
 
 
-def test_the_watcher_ends_when_nothing_is_left_to_watch(off):
+def test_the_watcher_exits_when_no_run_is_left(off):
     def watchers():
         found = [
             p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == ["-m", "kit.slurm.watcher"]

@@ -130,14 +130,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("option", REFUSED)
-def test_a_refusal_is_told_in_slurms_words_with_what_to_change_and_leaves_no_job(launch, option):
+def test_a_refusal_quotes_slurm_says_what_to_change_and_leaves_no_job(launch, option):
     with pytest.raises(SubmitError, match=f"(?s)sbatch did not take .*: {REFUSED[option]}") as told:
         launch("exit 0", option)
     assert told.value.exit_code == 1
     assert Run.attach("latest").state.state == "NOT SUBMITTED"
 
 
-def test_a_limit_of_the_qos_is_told_too(launch):
+def test_a_refusal_for_a_qos_limit_says_so(launch):
     say("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxWall=10", "Flags=DenyOnLimit")
     try:
         with pytest.raises(SubmitError, match=r"(?s)QOSMaxWallDurationPerJobLimit.*A limit of your account or QOS"):
@@ -146,7 +146,7 @@ def test_a_limit_of_the_qos_is_told_too(launch):
         say("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxWall=-1")
 
 
-def test_a_dead_controller_is_said_loses_nothing_and_comes_back(own, launch, tmp_path):
+def test_a_stopped_controller_is_reported_and_no_state_is_lost(own, launch, tmp_path):
     run = started(launch(f"until [ -e {tmp_path}/go ]; do sleep 0.2; done; exit 3"))
     own.save(run)
     own.kill("slurmctld")
@@ -169,7 +169,7 @@ def test_a_dead_controller_is_said_loses_nothing_and_comes_back(own, launch, tmp
     assert (end.state, end.exit_code, end.confidence) == ("FAILED", 3, "high"), str(end)
 
 
-def test_a_node_that_vanishes_ends_its_job_with_its_name_and_who_waits_for_it_is_told(own, launch):
+def test_a_node_failure_names_the_node_and_pending_jobs_say_what_they_wait_for(own, launch):
     run = started(launch("sleep 300", "--nodelist=node2", "--no-requeue"))
     steps = [p for p in psutil.process_iter(["cmdline"]) if f"slurmstepd: [{run.job_id}." in str(p.info["cmdline"])]
     own.kill("slurmd-node2")
@@ -178,13 +178,13 @@ def test_a_node_that_vanishes_ends_its_job_with_its_name_and_who_waits_for_it_is
     end = run.wait(90)
     assert end.state == "NODE_FAIL" and "node2" in end.cause, str(end)
     waiting = launch("exit 0", "--nodes=2")
-    told = until(lambda: (words := waiting.why_pending()) and "None" not in words and words, 90)
+    told = until(lambda: (words := waiting.state.pending) and "None" not in words and words, 90)
     assert "node2" in told and "down, drained or reserved" in told, told
     own.start_node2()
     assert waiting.wait(90).state == "COMPLETED"
 
 
-def test_an_id_that_was_given_again_is_never_taken_for_the_old_run(launch):
+def test_a_reused_job_id_is_not_taken_for_the_old_run(launch):
     old = launch("exit 7")
     old.wait(60)
     ids = {old.job_id}
@@ -255,7 +255,8 @@ def test_no_token_is_written_down_or_shown_anywhere_and_the_job_has_it(
     setup = 'printf "%s" "$WANDB_API_KEY$HF_TOKEN$FILE_TOKEN" | sha256sum > "$KIT_RUN/state/digest"'
     mine = dataclasses.replace(cluster.slurm, env_file=str(private), setup=(setup,))
     (tmp_path / "c.toml").write_text(dataclasses.replace(cluster, slurm=mine).toml())
-    (tmp_path / "r.toml").write_text(recipe.override(**{"schedule.max_steps": 2}).toml())
+    small = {"schedule.max_steps": 2, "parallel.gpus_per_node": 1}
+    (tmp_path / "r.toml").write_text(recipe.override(**small).toml())
     values = {"recipe": str(tmp_path / "r.toml"), "cluster": str(tmp_path / "c.toml"), "tail_s": 2.0}
     with (tmp_path / "said").open("w") as said:
         execute(REPOSITORY / "notebooks/03_launch_run.ipynb", tmp_path / "03.ipynb", values, cwd=tmp_path, stream=said)
@@ -283,7 +284,7 @@ def small(tmp_path):
 
 @AS_ROOT
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_folder_that_fills_up_or_turns_read_only_hides_no_end(launch, cluster, small, trouble, tmp_path):
+def test_the_final_state_is_known_when_the_folder_is_full_or_read_only(launch, cluster, small, trouble, tmp_path):
     there = dataclasses.replace(cluster, paths=dataclasses.replace(cluster.paths, runs=str(small / "runs")))
     script = f"#!/bin/bash\n#SBATCH --mem=10 --output={tmp_path}/out\nsleep 4\nexit 5\n"
     run = started(slurm.launch_script(script, there, "filled"))
@@ -307,7 +308,7 @@ def test_a_folder_that_fills_up_or_turns_read_only_hides_no_end(launch, cluster,
     assert (end.state, end.exit_code) == ("FAILED", 5), str(end)
 
 
-def test_a_run_that_is_moved_while_it_runs_is_followed_and_a_half_deleted_one_still_tells(launch, tmp_path):
+def test_a_moved_run_is_found_and_a_partly_deleted_one_has_a_state(launch, tmp_path):
     run, half = started(launch("sleep 3; exit 6")), started(launch("sleep 3; exit 8"))
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
     for name in ("logs", "state", "nodes"):

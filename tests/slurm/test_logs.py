@@ -1,7 +1,7 @@
 import pytest
 
 from kit.errors import InputError
-from kit.slurm.logs import CauseKind, LogTail, SlurmKill, find_cause, find_slurm_kill, follow, last_lines
+from kit.slurm.logs import LogTail, SlurmKill, find_cause, find_slurm_kill, follow, last_lines
 
 KILLED_STEP = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-28T00:10:00{} ***\n"
 
@@ -76,18 +76,40 @@ def test_a_cancelled_step_is_an_end_of_the_job_only_with_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("log", "kind"),
+    ("log", "cause"),
     [
-        (KILLED_STEP.format(" DUE TO TIME LIMIT") + "[rank 0 on node1] ValueError: bad lr\n", CauseKind.SLURM),
-        ("[start on node2] /runs/x is not here: every node must see paths.runs\n", CauseKind.MESSAGE),
-        ("rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 5)\n", CauseKind.RANK),
-        ("srun: error: node2: task 5: Exited with exit code 3\n", CauseKind.EXCEPTION),
-        ("torch.OutOfMemoryError: CUDA out of memory\n", CauseKind.EXCEPTION),
+        (
+            KILLED_STEP.format(" DUE TO TIME LIMIT") + "[rank 0 on node1] ValueError: bad lr\n",
+            "Slurm ended it on node1: CANCELLED DUE TO TIME LIMIT",
+        ),
+        (
+            "[start on node2] /runs/x is not here: every node must see paths.runs\n",
+            "[start on node2] /runs/x is not here: every node must see paths.runs",
+        ),
+        ("rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 5)\n", "rank 1 killed by signal 9"),
+        ("srun: error: node2: task 5: Exited with exit code 3\n", "task 5 on node2: Exited with exit code 3"),
+        ("torch.OutOfMemoryError: CUDA out of memory\n", "out of memory"),
     ],
 )
-def test_a_cause_says_where_it_was_found(log, kind):
-    assert find_cause(log).kind is kind
+def test_the_cause_is_taken_from_the_log(log, cause):
+    assert find_cause(log) == cause
+
+
+def test_the_cause_has_the_exception_of_the_rank_that_ended_the_job():
+    """As when the disk is full at a save: the job's log has the end of that rank's log."""
+    failed = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 9)\n"
+    end = "    stream.write(data)\nOSError: [Errno 28] No space left on device\n"
+    log = f"ChildFailedError: \n{failed}Last lines of logs/rank-001.log:\n{end}"
+    assert find_cause(log) == "rank 1 exited with code 1: OSError: [Errno 28] No space left on device"
+    assert find_cause(log.replace("001.log", "000.log")) == "rank 1 exited with code 1"
 
 
 def test_a_log_without_a_sign_of_failure_has_no_cause():
-    assert find_cause("step 40/40  saved checkpoint-40\n") is None
+    assert find_cause("step 40/40  saved checkpoint-40\n") == ""
+
+
+def test_the_lines_of_an_earlier_start_are_left_out(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("first start\nTraceback\nsecond start\n")
+    assert last_lines(log, 10, len("first start\nTraceback\n")) == "second start"
+    assert last_lines(log, 10, 10_000).count("\n") == 2  # the log was replaced by a shorter one

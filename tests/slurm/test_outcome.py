@@ -115,7 +115,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("found", "log", "state", "exit_code"), CASES)
-def test_the_end_is_judged_from_what_is_recorded_and_never_guessed(found, log, state, exit_code):
+def test_the_final_state_follows_from_the_records(found, log, state, exit_code):
     found = resolve("r", "7", found, log, now=2000)
     assert (found.state, found.exit_code) == (state, exit_code)
 
@@ -128,38 +128,83 @@ def test_every_row_of_the_table_decides_a_case():
     assert {deciding(found, log) for found, log, *_ in CASES} == set(RULES)
 
 
+def test_a_job_without_a_heartbeat_that_slurm_has_as_running_is_doubtful():
+    """All slurmstepd of a job were killed: Slurm has it as RUNNING until its time limit."""
+    found = resolve("r", "7", [said("RUNNING"), start(), BEAT], "", now=2000)
+    assert (found.state, found.confidence) == ("RUNNING", "medium")
+    assert "has not done so for 1955 s" in found.conflicts[0]
+    for young in (BEAT | {"time": 1990}, {"source": "log", "time": 1990}):
+        found = resolve("r", "7", [said("RUNNING"), start(), BEAT, young], "", now=2000)
+        assert (found.confidence, found.conflicts) == ("high", [])
+
+
+def test_the_answer_about_a_local_job_is_not_called_slurms():
+    record = [start(), said("RUNNING")]
+    assert any(line.startswith("slurm: ") for line in resolve("run", "7", record, "", 61).evidence)
+    local = resolve("run", "local-7", record, "", 61).evidence
+    assert any(line.startswith("local runner: ") for line in local) and not any("slurm" in line for line in local)
+
+
+def test_a_young_log_holds_back_that_a_job_is_lost():
+    """Also where the script is not written in bash, and so has no heartbeat."""
+    records = [said("RUNNING"), GONE]
+    assert resolve("r", "7", [*records, {"source": "log", "time": 1990}], "", now=2000).state == "RUNNING"
+    assert resolve("r", "7", [*records, {"source": "log", "time": 1800}], "", now=2000).state == "LOST"
+    ahead = {"source": "heartbeat", "time": 99_000}  # of a clock that was ahead once, and not of a live job
+    assert resolve("r", "7", [*records, ahead], "", now=2000).state == "LOST"
+
+
+def test_the_order_of_the_ledger_counts_where_the_clock_of_one_host_was_ahead():
+    pending, running = said("PENDING", t=9000), said("RUNNING", t=1500)
+    assert resolve("r", "7", [pending, running], "", now=2000).state == "RUNNING"
+    gone = GONE | {"time": 9000}
+    assert resolve("r", "7", [pending, gone, running], "", now=2000).state == "RUNNING"
+    assert resolve("r", "7", [running, gone], "", now=9900).state == "LOST"
+
+
+def test_what_concerned_a_job_before_it_was_requeued_does_not_count():
+    cancelled = [
+        {"source": "submit", "time": 0}, start(), {"source": "cancel", "time": 40}, left(143, signal="TERM"),
+        said("CANCELLED", restart=0),
+    ]  # fmt: skip
+    requeued = [*cancelled, {"source": "requeue", "restart": 1, "time": 70}]
+    assert resolve("r", "7", requeued, "", now=2000).state == "PENDING"
+    again = [*requeued, start(90) | {"restart": 1}, left(3, t=95) | {"restart": 1}, GONE]
+    assert (found := resolve("r", "7", again, "", now=2000)).state == "FAILED" and found.exit_code == 3
+
+
 def test_a_disagreement_is_shown():
     found = resolve("r", "7", [start(), left(0), said("TIMEOUT", exit_code=0)], "", now=2000)
     assert found.state == "TIMEOUT"
     assert found.conflicts == ["the script left exit code 0, but Slurm says TIMEOUT"]
 
 
-def test_a_run_that_was_never_submitted_says_so():
+def test_a_run_that_was_never_submitted_is_not_submitted():
     assert resolve("r", None, [], "", 0).state == "NOT SUBMITTED"
 
 
 def test_the_root_cause_is_named_and_not_a_rank_that_torchrun_had_to_kill():
     log = AGENT.format(code=1).replace("exitcode  : -15", "exitcode  : -9")
     assert find_dead_rank(log) == (0, 1)
-    assert find_cause(log).text == "rank 0 exited with code 1"
+    assert find_cause(log) == "rank 0 exited with code 1"
 
 
 def test_the_first_dead_rank_is_named_and_not_the_one_that_was_ended_with_it():
     assert find_dead_rank(AGENT.format(code=3)) == (0, 3)
-    assert find_cause(AGENT.format(code=3)).text == "rank 0 exited with code 3"
-    assert find_cause(AGENT.format(code=-9)).text == "rank 0 killed by signal 9"
+    assert find_cause(AGENT.format(code=3)) == "rank 0 exited with code 3"
+    assert find_cause(AGENT.format(code=-9)) == "rank 0 killed by signal 9"
 
 
-def test_what_the_dead_rank_said_is_the_cause():
+def test_the_message_of_the_failed_rank_is_the_cause():
     log = "[rank 1 on node2] RuntimeError: peer closed\n[rank 0 on node1] ValueError: bad lr\n" + AGENT.format(code=1)
-    assert find_cause(log).text == "[rank 0 on node1] ValueError: bad lr"
+    assert find_cause(log) == "[rank 0 on node1] ValueError: bad lr"
 
 
-def test_slurms_own_word_comes_first():
-    assert find_cause(LIMIT + AGENT.format(code=-15)).text == "Slurm ended it on node1: CANCELLED DUE TO TIME LIMIT"
+def test_slurms_message_takes_precedence_over_other_causes():
+    assert find_cause(LIMIT + AGENT.format(code=-15)) == "Slurm ended it on node1: CANCELLED DUE TO TIME LIMIT"
 
 
-def test_preemption_is_an_end_only_when_slurm_does_not_start_the_job_again():
+def test_preemption_is_final_only_if_slurm_does_not_restart_the_job():
     again = said("PREEMPTED", requeue=True)
     first, settled = (resolve("r", "7", [start(), r], "", now=2000) for r in (again, again | {"again": True}))
     assert (first.state, first.ended, settled.ended) == ("PREEMPTED", False, True)
@@ -167,7 +212,7 @@ def test_preemption_is_an_end_only_when_slurm_does_not_start_the_job_again():
     assert resolve("r", "7", [start(), again, GONE], "", now=2000).ended
 
 
-def test_a_traceback_behind_a_pipe_is_a_failure_and_one_that_the_script_outlived_a_doubt():
+def test_a_traceback_at_the_end_of_the_log_is_a_failure_and_an_earlier_one_a_conflict():
     ended, outlived, ignored = (
         resolve("r", "7", [start(), left(0), said("COMPLETED", exit_code=0)], log, now=2000)
         for log in (TRACE, TRACE + "evaluation done\n", "Exception ignored in: <function f>\n" + TRACE)
@@ -183,6 +228,9 @@ def test_a_step_that_failed_inside_a_job_that_completed_is_shown():
     found = resolve("r", "7", [start(), left(0), said("COMPLETED", exit_code=0, verbatim=record)], log, now=2000)
     assert (found.state, found.cause) == ("COMPLETED", "task 5 on node2: Exited with exit code 3")
     assert "a step ended with exit code 3" in found.conflicts[0]
+    again = {"restart": 1}  # Slurm keeps DerivedExitCode of the start before
+    records = [start() | again, left(0) | again, said("COMPLETED", exit_code=0, verbatim=record, restart=1)]
+    assert resolve("r", "7", records, "", now=2000).conflicts == []
 
 
 @pytest.mark.parametrize(
@@ -192,23 +240,25 @@ def test_a_step_that_failed_inside_a_job_that_completed_is_shown():
         ([said("CANCELLED", reason="DependencyNeverSatisfied")], "", "The run that it was to follow did not end well."),
         ([said("NODE_FAIL", nodes="node[1-2]")], "", "A node failed on node[1-2]."),
         ([start(), left(137), GONE], "", "The script was killed by signal 9."),
+        ([start(), said("FAILED", exit_code=0, signal="9", nodes="node1")], "srun: error: node1: task 0: Killed\n",
+         "The script was killed by signal 9 on node1. task 0 on node1: Killed"),
         ([start(), left(2), GONE], OOM + AGENT.format(code=-9), "rank 0 killed by signal 9 (out of memory)"),
         ([start(), left(1), GONE], "[rank1]: " + TRACE.replace("\n", "\n[rank1]: "), "ValueError: bad lr"),
         ([start(), left(75) | {"reason": "preempted, saved checkpoint-8"}, GONE], "", "preempted, saved checkpoint-8"),
         ([start(5), GONE], "", "Nothing recorded how it ended; the last sign is start: "),
     ],
 )  # fmt: skip
-def test_a_bad_end_has_one_line_of_cause(found, log, cause):
+def test_a_failure_has_a_cause_of_one_line(found, log, cause):
     assert resolve("r", "7", found, log, now=2000).cause.startswith(cause)
 
 
-def test_a_record_that_was_purged_beside_a_done_marker_is_an_end_and_not_a_job_that_runs_for_ever():
+def test_an_exit_record_of_a_job_that_slurm_forgot_is_final():
     """As reported of NVIDIA/Model-Optimizer, pull request 1900."""
     found = resolve("r", "7", [start(), left(0), GONE, BEAT], "", now=2000)
     assert found.ended and found.state == "COMPLETED"
 
 
-def test_job_ids_are_given_again_and_torn_lines_are_no_records(tmp_path):
+def test_records_of_an_earlier_job_with_the_same_id_and_torn_lines_are_ignored(tmp_path):
     run = Run(tmp_path)
     (tmp_path / "state").mkdir()
     run.note(job_id="7", submitted=1_000_000.0)
@@ -229,7 +279,7 @@ def test_a_run_whose_state_folder_is_gone_can_still_be_judged_and_written(tmp_pa
     assert [record.witness for record in read_records(run)] == ["gone"]
 
 
-def test_an_array_is_as_bad_as_its_worst_task_and_not_over_before_the_last():
+def test_an_array_has_the_state_of_its_worst_task_after_all_tasks_ended():
     ok = RunState("r", "7", JobState.COMPLETED, 0)
     bad = RunState("r", "7", JobState.FAILED, 3, cause="x")
     runs = RunState("r", "7", JobState.RUNNING)

@@ -9,7 +9,7 @@ from kit.slurm.pending import _explain
 
 
 def waiting(reason):
-    return JobRow("7", "PENDING", "0", "0", "1", reason, "N/A", "", "job.sbatch")
+    return JobRow.parse(["7", "PENDING", "0", "0", "1", reason, "N/A", "", "job.sbatch"])
 
 
 @pytest.fixture
@@ -29,3 +29,9 @@ def test_the_nodes_are_named_where_slurms_reason_does_not_name_them(sinfo):
 def test_a_reason_that_names_its_nodes_is_enough(sinfo):
     text = _explain(waiting("ReqNodeNotAvail, UnavailableNodes:node2"))
     assert "down, drained or reserved" in text and "now unavailable" not in text
+
+
+def test_a_job_that_slurm_has_not_looked_at_is_explained():
+    assert _explain(waiting("None")) == (
+        "pending, reason None: Slurm has not looked at it yet; estimated start not known yet"
+    )

@@ -58,16 +58,30 @@ def test_the_script_of_the_plan_is_the_one_that_is_launched_but_for_its_names(re
 
 
 def test_findings_are_shown_with_their_lines_as_text_and_in_the_notebook(recipe, local):
-    shown = plan(recipe, local)
-    assert [f.rule for f in shown.findings] == ["KS301"]  # the local profile sets no time limit
+    assert plan(recipe, local).findings == ()  # without Slurm there is no queue that needs a time limit
+    shown = plan(recipe, dataclasses.replace(local, slurm=dataclasses.replace(local.slurm, partition="gpu")))
+    assert [f.rule for f in shown.findings] == ["KS301"]
     assert re.search(r"^ *1  #!/bin/bash +warning KS301", str(shown), re.MULTILINE)
     page = shown._repr_mimebundle_()["text/html"]
     assert "KS301" in page and "<summary>the job script</summary>" in page and "#SBATCH --nodes=1" in page
 
 
+def test_the_plan_says_what_each_open_choice_becomes_and_why(recipe, local):
+    shown = plan(recipe, local)
+    lines = shown.facts["choices"].splitlines()
+    assert lines[0].startswith("attention: varlen, each document")
+    assert lines[1].startswith("activation checkpointing: off, fits without it: up to ")
+    assert lines[2] == "compile: off, the processes run on CPUs"
+    assert [choice["key"] for choice in json.loads(json.dumps(shown.as_dict()))["choices"]] == [
+        "model.attention", "parallel.activation_checkpointing", "parallel.compile",
+    ]  # fmt: skip
+    fixed = {"model.attention": "eager", "parallel.compile": "off", "parallel.activation_checkpointing": "true"}
+    assert plan(recipe.override(**fixed), local).facts["choices"] == "the recipe leaves none open"
+
+
 def test_what_cannot_run_has_no_plan(recipe, local):
-    with pytest.raises(InputError, match="can be forecast but not launched"):
-        plan(recipe.override(**{"parallel.strategy": "zero3"}), local)
+    with pytest.raises(InputError, match="fsdp1 needs GPUs"):
+        plan(recipe.override(**{"parallel.strategy": "fsdp1"}), local)
 
 
 def test_the_command_line_shows_the_same_plan_and_launches_nothing(recipe, tmp_path, capsys):
@@ -76,6 +90,28 @@ def test_the_command_line_shows_the_same_plan_and_launches_nothing(recipe, tmp_p
     found = json.loads(capsys.readouterr().out)
     assert found["facts"]["nodes"].startswith("1 node x 2 CPU ranks") and found["script"].startswith("#!/bin/bash")
     assert list(find_runs()) == []
+    assert main(["launch", "r.toml", "--cluster", "local", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("linter") < shown.index("#!/bin/bash\n") and found["script"].rstrip() in shown
+
+
+def test_a_missing_data_file_is_noticed_before_anything_else(recipe, local, capsys, tmp_path):
+    (tmp_path / "chats.jsonl").touch()
+    missing = recipe.override(**{"data.source": "chat.jsonl"})
+    (tmp_path / "r.toml").write_text(missing.toml())
+    with pytest.raises(InputError, match=r"Data 'chat.jsonl' not found: .* did you mean 'chats.jsonl'"):
+        slurm.launch(missing, local)
+    assert main(["launch", "r.toml"]) == 2 and "did you mean 'chats.jsonl'" in capsys.readouterr().err
+    assert main(["predict", "r.toml"]) == 0 and "Warning: Data 'chat.jsonl' not found" in capsys.readouterr().out
+    assert main(["prepare", "r.toml"]) == 2 and "did you mean 'chats.jsonl'" in capsys.readouterr().err
+
+
+def test_a_launch_ends_with_what_to_do_next(recipe, local, capsys, tmp_path):
+    (tmp_path / "r.toml").write_text(recipe.toml())
+    assert main(["launch", "r.toml"]) == 0
+    name = next(find_runs()).name
+    assert f"next: kit watch {name} " in capsys.readouterr().err
+    assert main(["cancel", name]) == 0
 
 
 @pytest.mark.slurm
@@ -93,7 +129,7 @@ def test_the_commands_of_a_job(live_slurm, profile, recipe, tmp_path, capsys):
     assert main(["state", str(second.path), "--json"]) == 0
     assert json.loads(told())["pending"].startswith("pending, reason Dependency: the run that it follows has not ended")
     assert main(["runs"]) == 0
-    assert re.search(rf"array-\S+ +{array.job_id} +FAILED +0-1 3-4 COMPLETED, 2 FAILED\n", told())
+    assert re.search(rf"array-\S+ +{array.job_id} +FAILED +\d+ (s|min) +0-1 3-4 COMPLETED, 2 FAILED\n", told())
     assert main(["requeue", array.path.name, "2"]) == 0
     assert main(["cancel", first.path.name]) == 0 and first.wait(60).state == "CANCELLED"
     assert second.wait(60).state == "CANCELLED"  # it follows a good end only
@@ -115,11 +151,10 @@ def test_logs_in_a_terminal_of_all_ranks_or_of_some(live_slurm, profile, capsys)
     assert main(["tail", run.path.name, "--rank", "7"]) == 0 and "has no such log yet" in capsys.readouterr().out
 
 
-def test_the_published_plan_reads_well(tmp_path, tiny):
+def test_the_published_plan_is_shown_without_weights_and_without_that_cluster():
     """Source of the sizes: the published 405B LoRA run, two nodes of eight GPUs."""
-    cluster = Cluster.load("two-node-pcie")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kit.slurm.plan.check", lambda *_: None)  # no weights and no such partition here
-        facts = plan(Recipe.load("llama405b-oasst2"), cluster).facts
+    facts = plan(Recipe.load("llama405b-oasst2"), Cluster.load("two-node-pcie")).facts
     assert facts["nodes"] == "2 nodes x 8 GPUs = 16 ranks, fsdp2, partition gpu, at most 48:00:00"
     assert "tight" in facts["forecast"]
+    assert "no weights (*.safetensors)" in facts["weights"] and "hf download meta-llama" in facts["weights"]
+    assert facts["starts"].startswith("No Slurm answers here, and two-node-pcie names the partition gpu")

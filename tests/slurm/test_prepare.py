@@ -8,7 +8,7 @@ from kit.errors import InputError
 from kit.slurm import prepare as batch
 
 
-def test_without_slurm_it_says_what_to_do_instead(recipe, local):
+def test_without_slurm_the_error_says_what_to_do_instead(recipe, local):
     with pytest.raises(InputError, match="--workers"):
         batch.submit(recipe, local, Path("prepared"), 2)
 

@@ -4,25 +4,41 @@ import itertools
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kit.slurm import launch as slurm
+from kit.slurm.handshake import Peer, StrangerError
 from kit.slurm.rendezvous import ExitCode, Head, Node, RendezvousError, Software, join, software
 from kit.trainers import trl
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, until
 
-SAME = Software("3.11.2", "2.13.0", "abc", "570.1")
+SAME = Software({"Python": "3.11.2", "torch": "2.13.0", "kit": "abc", "driver": "570.1"})
 
 
-def node(number=0, hosts="node1 node2", job=None, address="127.0.0.1", **more):
-    job = job or str(10_000 + os.getpid() % 10_000)
+KEY = secrets.token_hex(32)
+JOBS = itertools.count(10_000 + os.getpid() % 10_000, 16)
+job_of_this_test = next(JOBS)
+
+
+@pytest.fixture(autouse=True)
+def new_ports(monkeypatch):
+    """Each test has ports on which no connection of another test is left."""
+    monkeypatch.setitem(globals(), "job_of_this_test", next(JOBS))
+
+
+def node(number=0, hosts="node1 node2", job=None, address="127.0.0.1", key=KEY, **more):
+    job = job or str(job_of_this_test)
     here = {"SLURM_JOB_ID": job, "SLURM_NODEID": str(number), "KIT_HOSTS": hosts, "KIT_ADDRESS": address}
+    here |= {"KIT_KEY": key}
     return Node.from_environment(here | more)
 
 
@@ -48,7 +64,7 @@ def gathered(*who, timeout_s=2.0):
         thread.join()
     yield ends
     for head in heads:
-        head.server.close()
+        head.close()
 
 
 def gather(*who, **more):
@@ -82,14 +98,136 @@ def test_a_port_that_another_program_or_another_job_uses_is_passed_over():
         threading.Thread(target=greet, daemon=True).start()
         stranger.settimeout(0.1)
         assert gather((head, SAME), (node(1), SAME)) == [head.ports[2]] * 2
-    assert node(1).start_id == head.start_id != node(SLURM_RESTART_COUNT="1").start_id
+
+
+FACTS = [1, dataclasses.asdict(SAME)]
+HOSTILE = {
+    "nothing": [],
+    "closed at once": None,
+    "facts of a node, without a proof": [json.dumps(FACTS)],
+    "a wrong proof": [f"{'0' * 64} {'0' * 64}", json.dumps(FACTS)],
+    "a short challenge": ["00 00"],
+    "no facts": ["[1, {}]"],
+    "TLS": ["\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
+    "a line without an end": ["x" * 200_000],
+    "not text": ["\udc80\udcff" * 100],
+}
+
+
+def attack(port, lines):
+    """What a program without the key can send to a head node; the connection then stays open unless lines is None."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    if lines is None:
+        connection.close()
+    for line in lines or ():
+        with contextlib.suppress(OSError):  # the head node has closed the connection
+            connection.sendall(line.encode(errors="surrogateescape") + b"\n" * (len(line) < 1000))
+    return connection
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_connection_without_the_key_changes_nothing_and_is_counted(name):
+    head = Head(node(0), timeout_s=20)
+    with attack(head.port, HOSTILE[name]), ThreadPoolExecutor(2) as pool:
+        ports = [pool.submit(head.meet, SAME), pool.submit(join, node(1), SAME)]
+        assert [port.result() for port in ports] == [head.port] * 2
+        until(lambda: head.strangers == 1)
+    head.close()
+
+
+def test_many_silent_connections_at_once_do_not_delay_a_node():
+    head = Head(node(0), timeout_s=20)
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as silent:
+        port = pool.submit(head.meet, SAME)
+        for _ in range(50):
+            silent.enter_context(attack(head.port, []))
+        assert join(node(1), SAME) == port.result() == head.port
+    head.close()
+
+
+def test_one_byte_at_a_time_does_not_extend_the_time_of_a_connection():
+    near, far = socket.socketpair()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                far.sendall(b"0")
+                time.sleep(0.05)
+
+    with near, far, ThreadPoolExecutor(1) as pool:
+        pool.submit(drip)
+        with pytest.raises(StrangerError, match="timed out"):
+            Peer(near, b"key", is_head=True).greet(timeout_s=0.5)
+        far.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_nodes_facts_with_another_shape_are_not_those_of_a_node():
+    head = Head(node(0), timeout_s=20)
+    wrong = ([1, {}], [1, []], [0, FACTS[1]], [-1, FACTS[1]], [2, FACTS[1]], [1, {"versions": {"torch": 2}}], 5)
+    with ThreadPoolExecutor(2) as pool:
+        port = pool.submit(head.meet, SAME)
+        for facts in wrong:
+            with socket.create_connection(("127.0.0.1", head.port)) as connection:
+                peer = Peer(connection, bytes.fromhex(KEY), is_head=False)
+                peer.greet(5)
+                peer.send(json.dumps(facts), 5)
+                with pytest.raises(StrangerError):
+                    peer.receive(5)
+        assert join(node(1), SAME) == port.result()
+        assert head.strangers == len(wrong)
+    head.close()
+
+
+def test_a_program_that_listens_on_the_heads_port_and_does_not_have_the_key_is_not_believed():
+    head = node(0)
+    with socket.create_server(("127.0.0.1", head.ports[0])) as other, contextlib.ExitStack() as links:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    link = links.enter_context(other.accept()[0])
+                    link.sendall(f"{'0' * 64}\n{'0' * 64}\n{'0' * 64} {head.ports[5]}\n".encode())
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert gather((head, SAME), (node(1), SAME), timeout_s=20) == [head.ports[1]] * 2
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_message_that_is_changed_on_its_way_is_refused():
+    near, far = socket.socketpair()
+    head, guest = Peer(near, b"key", is_head=True), Peer(far, b"key", is_head=False)
+    with near, far, ThreadPoolExecutor(1) as pool:
+        greeted = pool.submit(head.greet, 5)
+        guest.greet(5)
+        greeted.result()
+        guest.send("torch 2.13.0", 5)
+        text = near.recv(4096)
+        far.sendall(text.replace(b"2.13.0", b"2.12.0"))
+        with pytest.raises(StrangerError, match="wrong key"):
+            head.receive(5)
+        far.sendall(text)  # and so is one of the other direction
+        with pytest.raises(StrangerError):
+            guest.receive(0.2)
+
+
+def test_nodes_without_a_key_do_not_meet():
+    with pytest.raises(RendezvousError) as lost:
+        node(1, key="")
+    assert "earlier version of the kit" in lost.value.reason
+    assert node(0, hosts="node1", key="").key == b""  # one node has nobody to meet
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"torch": "2.12.0"}, "node2 has torch 2.12.0 (2.13.0 on node1): give all nodes one environment"),
-        ({"python": "3.12.1", "driver": "550.5"}, "node2 has Python 3.12.1 (3.11.2 on node1), driver 550.5 (570.1 on"),
+        (
+            {"versions": SAME.versions | {"torch": "2.12.0"}},
+            "node2 has torch 2.12.0 (2.13.0 on node1): give all nodes one environment",
+        ),
+        (
+            {"versions": SAME.versions | {"Python": "3.12.1", "driver": "550.5"}},
+            "node2 has Python 3.12.1 (3.11.2 on node1), driver 550.5 (570.1 on",
+        ),
         (
             {"missing_interface": "NCCL_SOCKET_IFNAME=bond0 (it has lo 127.0.0.1)"},
             "node2 lacks NCCL_SOCKET_IFNAME=bond0 (it has lo",
@@ -160,7 +298,7 @@ def test_versions_are_those_of_the_installed_packages_and_torch_is_not_imported(
     found, imported = json.loads(done.stdout)
     import torch
 
-    assert found["torch"] == torch.__version__ == software()["torch"]
+    assert found["versions"]["torch"] == torch.__version__ == software()["torch"]
     assert not imported
 
 

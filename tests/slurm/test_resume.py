@@ -105,7 +105,7 @@ def test_a_requeue_that_slurm_refuses_is_recorded_with_slurms_words(run):
     assert not exit_.starts_again  # although the sentence contains the word
 
 
-def test_a_job_that_never_reaches_a_new_checkpoint_does_not_start_for_ever(run):
+def test_a_job_without_a_new_checkpoint_stops_after_three_starts(run):
     for step in (20, 40):
         (run.path / "checkpoints" / f"checkpoint-{step}").mkdir()
     facts = '{{"job_id": "7", "time": {0}, "nodes": "node1", "checkpoint": "{1}"}}'
@@ -176,7 +176,7 @@ def waits_for_its_limit(recipe, cluster, folder):
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_slurm, recipe, two_nodes, tmp_path):
+def test_a_run_interrupted_three_times_has_the_losses_of_an_uninterrupted_one(live_slurm, recipe, two_nodes, tmp_path):
     """Its time limit, a requeue by hand that also leaves a half-written checkpoint, and a job that preempts it."""
     changes = {"tuning.dropout": 0.1, "schedule.max_steps": 14, "schedule.save_every": 3, "schedule.lr": 1e-3}
     job = recipe.override(**changes)
@@ -191,7 +191,7 @@ def test_a_run_that_is_interrupted_three_times_ends_as_one_that_never_was(live_s
 
     said(run, "start", 1)
     wait_for(lambda: step(run) > int(saved.name.rpartition("-")[2]))
-    run.requeue()
+    scontrol("requeue", run.job_id)
     assert said(run, "exit", 1)["signal"] == "TERM"
     wait_for(lambda: run.state.state == "PENDING")
     half = run.path / "checkpoints" / "checkpoint-99"

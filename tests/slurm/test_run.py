@@ -1,13 +1,21 @@
+import dataclasses
+import getpass
+import grp
+import itertools
 import json
 import os
+import pwd
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
 import pytest
 
+from kit import files
+from kit.checkpoints.inspect import complete
 from kit.errors import InputError
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run, find_runs
@@ -37,6 +45,12 @@ def test_a_name_is_never_used_twice(recipe, local, tmp_path):
     assert len(set(made)) == 3 and all((p / "run.json").is_file() for p in made)
 
 
+def test_launches_at_the_same_time_do_not_remove_or_stumble_over_each_others_folders(recipe, local, tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda _: Run.create(recipe, local, tmp_path, "d").path, range(64)))
+    assert len(set(made)) == 64 and all((path / "run.json").is_file() for path in made)
+
+
 def test_a_run_is_found_by_folder_name_or_job_from_anywhere(recipe, local, tmp_path, monkeypatch):
     run = Run.create(recipe, local, tmp_path, "d")
     run.note(job_id="4711")
@@ -48,7 +62,7 @@ def test_a_run_is_found_by_folder_name_or_job_from_anywhere(recipe, local, tmp_p
         Run.attach("9")
 
 
-def test_a_damaged_run_hides_no_other_and_says_what_is_wrong(recipe, local, tmp_path):
+def test_a_damaged_run_is_reported_and_other_runs_are_found(recipe, local, tmp_path):
     good, bad = (Run.create(recipe, local, tmp_path, "d") for _ in range(2))
     good.note(job_id="4711")
     (bad.path / "run.json").write_text("{")
@@ -57,7 +71,7 @@ def test_a_damaged_run_hides_no_other_and_says_what_is_wrong(recipe, local, tmp_
         Run.attach(bad.path).state  # noqa: B018
 
 
-def test_a_job_id_that_was_given_again_finds_the_newer_run(recipe, local, tmp_path):
+def test_a_reused_job_id_finds_the_newer_run(recipe, local, tmp_path):
     old, new = (Run.create(recipe, local, tmp_path, "d") for _ in range(2))
     for second, run in enumerate((old, new)):
         run.note(job_id="7")
@@ -65,7 +79,7 @@ def test_a_job_id_that_was_given_again_finds_the_newer_run(recipe, local, tmp_pa
     assert Run.attach("7") == new
 
 
-def test_a_run_of_ones_own_script_has_no_recipe_and_keeps_the_script_byte_for_byte(local):
+def test_a_run_of_a_users_script_has_no_recipe_and_keeps_the_script_unchanged(local):
     script = "#!/bin/bash\n#SBATCH --time=5\necho $((1 + 1))\n"
     run = Run.create_for_script(script, local, "mine")
     assert (run.path / "job.sbatch").read_text() == script and run.cluster == local
@@ -73,14 +87,15 @@ def test_a_run_of_ones_own_script_has_no_recipe_and_keeps_the_script_byte_for_by
         run.recipe  # noqa: B018
 
 
-def test_a_run_of_ones_own_script_has_metrics_like_another(recipe, local, tmp_path):
-    from kit.watch.metrics import Metrics
+def test_a_run_of_a_users_script_has_metrics(recipe, local, tmp_path):
+    from kit.watch.status import RunStatus
 
     trains, own = Run.create(recipe, local, tmp_path, "d"), Run.create_for_script("#!/bin/sh\n", local, "mine")
     assert trains.trains and not own.trains
-    assert (
-        Metrics(trains.path).expected_nodes == 1 and Metrics(own.path).expected_nodes == 0
-    )  # nobody said how many nodes
+    statuses = [RunStatus(run.path) for run in (trains, own)]
+    for status in statuses:
+        status.update()
+    assert [status.expected_nodes for status in statuses] == [1, 0]
 
 
 @pytest.mark.slow
@@ -100,9 +115,9 @@ def test_ctrl_c_ends_the_ranks_and_leaves_a_cancelled_run(recipe, local, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes(recipe, local):
+def test_a_failed_rank_ends_the_job_with_its_exit_code_and_the_run_resumes_from_its_newest_complete_save(recipe, local):
     run = slurm.launch(recipe.override(**{"schedule.max_steps": 300, "schedule.save_every": 5}), local)
-    wait_for(lambda: len(run.checkpoints()) > 1)  # so the first is complete
+    wait_for(lambda: len(run.checkpoints()) > 2)  # so that two of them are complete
     with pytest.raises(InputError, match=r"is RUNNING as job local-\d+; cancel it"):
         submit(run)
     ranks_of(run)[1].kill()
@@ -112,15 +127,18 @@ def test_a_dead_rank_ends_the_job_with_its_code_and_is_named_and_the_run_resumes
     log = run.log.read_text()
     assert "The job failed: rank 1 killed by signal 9" in log and "Last lines of logs/rank-001.log:" in log
 
-    from kit.checkpoints.inspect import complete
-
-    newest = [c for c in run.checkpoints() if complete(c)][-1]
-    steps = int(newest.name.rpartition("-")[2]) + 3
-    (run.path / "recipe.toml").write_text(run.recipe.override(**{"schedule.max_steps": steps}).toml())
+    older, truncated = [path for path in run.checkpoints() if complete(path)][-2:]
+    shard = truncated / "optimizer_0" / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size - 1)
+    step = truncated.name.rpartition("-")[2]
+    (run.path / "recipe.toml").write_text(run.recipe.override(**{"schedule.max_steps": int(step)}).toml())
     again = Run.attach(run.path)
     submit(again)
     assert again.wait(timeout=240).state == "COMPLETED", again.log.read_text()
-    assert f"resuming from {newest.name}" in again.log.read_text()
+    log = again.log.read_text()
+    assert f"{truncated.name} is not complete: renamed to incomplete-{step}" in log
+    assert f"resuming from {older.name}" in log
+    assert run.checkpoints()[-1].name == truncated.name and complete(run.checkpoints()[-1], world=2)
     logs = list((run.path / "wandb").rglob(f"run-{run.info['wandb_id']}.wandb"))
     assert len(logs) == 2  # the same W&B run, in two segments
 
@@ -147,17 +165,20 @@ def test_a_run_and_its_state_show_themselves(recipe, local, tmp_path):
 
 def test_the_table_of_runs_shows_each_state_and_the_tasks_of_arrays(recipe, local, tmp_path):
     run = Run.create(recipe, local, tmp_path, "d")
-    assert runs().as_dict() == {"runs": [{"run": str(run.path), "job_id": None, "state": "NOT SUBMITTED", "tasks": {}}]}
+    owner = {"owner": getpass.getuser(), "own": True, "step": None, "loss": None}
+    assert runs().as_dict() == {
+        "runs": [{"run": str(run.path), "job_id": None, "state": "NOT SUBMITTED", "tasks": {}} | owner]
+    }
     assert run.name in str(runs())
     states = {0: JobState.COMPLETED, 1: JobState.COMPLETED, 2: JobState.FAILED, 4: JobState.COMPLETED}
     assert format_tasks(states) == "0-1 4 COMPLETED, 2 FAILED"
 
 
-def test_without_runs_the_table_says_so():
+def test_an_empty_table_of_runs_says_so():
     assert str(runs()) == "No runs were found."
 
 
-def test_no_lines_of_a_log_are_none_and_fewer_are_refused(recipe, local, tmp_path):
+def test_zero_lines_of_a_log_are_empty_and_a_negative_number_is_refused(recipe, local, tmp_path):
     run = Run.create(recipe, local, tmp_path, "d")
     (run.path / "logs" / "rank-000.log").write_text("a\nb\n")
     assert run.tail(lines=0).as_dict()["logs"] == {"rank-000.log": []}
@@ -174,7 +195,15 @@ def test_a_run_that_follows_a_slurm_job_is_refused_where_no_slurm_answers(local)
     assert after.job_id is None
 
 
-def test_a_script_runs_here_again_when_it_requeues_itself(local):
+def test_a_run_is_running_while_its_local_runner_starts(local):
+    run = Run.create_for_script("#!/bin/sh\n", local, "own")
+    run.note(job_id="local-1", submitted=time.time())
+    assert run.state.state == "RUNNING"
+    run.note(submitted=time.time() - 60)
+    assert run.state.state == "LOST"
+
+
+def test_the_local_runner_restarts_a_script_that_requeues_itself(local):
     again = '[ "$SLURM_RESTART_COUNT" = 1 ] || { scontrol requeue "$SLURM_JOB_ID"; exit 75; }\necho second; exit 4\n'
     run = slurm.launch_script(f"#!/bin/bash\n{again}", local, "own")
     end = run.wait(timeout=60, every=0.1)
@@ -184,7 +213,99 @@ def test_a_script_runs_here_again_when_it_requeues_itself(local):
         run.cancel()
 
 
-def test_a_run_here_is_cancelled(local):
+def test_a_local_run_is_cancelled(local):
     run = slurm.launch_script("#!/bin/bash\nsleep 100\n", local, "own")
     run.cancel()
     assert run.state.state == "CANCELLED" and run.state.ended
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_run_of_another_user_is_not_the_latest_and_is_never_executed_or_cancelled(local, tmp_path):
+    own, foreign = (Run.create_for_script("#!/bin/sh\ntouch executed\n", local, name) for name in ("own", "foreign"))
+    foreign.note(job_id="7", submitted=time.time())
+    for path in (foreign.path, foreign.path / "run.json"):
+        os.chown(path, 65534, 65534)
+    assert Run.attach("latest") == own and [run.path for run in find_runs()] == [own.path]
+    assert {run.path for run in find_runs(everyone=True)} == {own.path, foreign.path}
+    for ref in (foreign.name, "7"):
+        with pytest.raises(InputError, match="no run of yours has that name or job id"):
+            Run.attach(ref)
+    there = Run.attach(foreign.path)  # a folder can be looked at
+    for act in (there.cancel, there.requeue, lambda: submit(there)):
+        with pytest.raises(InputError, match="belongs to another user"):
+            act()
+    own.path.joinpath("job.sbatch").chmod(0o666)
+    with pytest.raises(InputError, match=r"job.sbatch can be written by everybody"):
+        submit(own)
+    owners = {row["run"]: (row["owner"], row["own"]) for row in runs(everyone=True).as_dict()["runs"]}
+    assert owners == {str(own.path): ("root", True), str(foreign.path): (pwd.getpwuid(65534).pw_name, False)}
+    assert "owner" in str(runs(everyone=True)) and "owner" not in str(runs())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
+def test_what_a_group_of_others_could_change_is_not_executed(local, monkeypatch):
+    """A user's private group, which has the user's name and no other member, is no group of others."""
+    run = Run.create_for_script("#!/bin/sh\n", local, "own")
+    script = run.path / "job.sbatch"
+    script.chmod(0o664)
+    run.check_own()  # the group of root is private
+    os.chown(script, 0, grp.getgrnam("users").gr_gid)
+    with pytest.raises(InputError, match=r"job.sbatch can be written by the group users, .* chmod -R g-w"):
+        submit(run)
+    os.chown(script, 0, 54321)  # a group without a name
+    with pytest.raises(InputError, match=r"can be written by the group 54321"):
+        submit(run)
+    script.chmod(0o644)
+    run.check_own()
+
+
+def test_a_run_in_a_folder_of_a_team_is_not_made_writable_for_the_group(recipe, local, tmp_path):
+    before = os.umask(0o002)
+    try:
+        run = Run.create(recipe, local, tmp_path, "digest")
+    finally:
+        os.umask(before)
+    paths = [run.path, *run.path.iterdir()]
+    assert [path for path in paths if path.stat().st_mode & 0o022] == []
+
+
+@pytest.mark.parametrize("job", ["--me", "7 8", "7;8", "", "0", "local-", "7_", "7_x", "７"])
+def test_a_job_id_of_another_form_is_refused_where_it_is_read(local, job):
+    run = Run.create_for_script("#!/bin/sh\n", local, "own")
+    run.note(job_id=job)
+    with pytest.raises(InputError, match=r"run.json: .* is not the id of a job"):
+        run.cancel()
+
+
+@pytest.mark.parametrize("file", range(4))
+def test_a_launch_that_is_killed_leaves_no_folder_without_its_run_json(local, tmp_path, file):
+    """Killed before the file of that number is written; the next launch removes what it left, an hour later."""
+    child = os.fork()
+    if not child:
+        written, write = itertools.count(), files.write
+        files.write = lambda *it: os.kill(os.getpid(), 9) if next(written) == file else write(*it)
+        Run.create_for_script("#!/bin/sh\n", local, "killed")
+        os._exit(0)
+    os.waitpid(child, 0)
+    left = [path for path in (tmp_path / "runs").iterdir() if not (path / "run.json").exists()]
+    assert all(path.name.startswith(".killed-") for path in left) and len(left) == (file < 3)
+    for path in left:
+        os.utime(path, (1, 1))
+    Run.create_for_script("#!/bin/sh\n", local, "next")
+    assert [path for path in (tmp_path / "runs").iterdir() if not (path / "run.json").exists()] == []
+
+
+def test_a_run_whose_launch_was_killed_before_its_script_was_written_says_so(recipe, local, tmp_path):
+    run = Run.create(recipe, local, tmp_path, "digest")
+    with pytest.raises(InputError, match=r"has no job.sbatch, since its launch was interrupted: launch the recipe"):
+        run.requeue()
+
+
+@pytest.mark.parametrize("sign", ["%", "\\", '"'])
+def test_a_runs_folder_whose_path_sbatch_would_change_is_refused(recipe, local, tmp_path, sign):
+    paths = dataclasses.replace(local.paths, runs=f"{tmp_path}/a{sign}b")
+    cluster = dataclasses.replace(local, paths=paths)
+    for act in (lambda: slurm.launch(recipe, cluster), lambda: Run.create_for_script("", cluster, "own")):
+        with pytest.raises(InputError, match=r"paths.runs: .* which sbatch does not take as it is in the path of a lo"):
+            act()
+    assert list(tmp_path.glob("a*")) == []

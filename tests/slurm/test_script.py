@@ -70,7 +70,7 @@ def test_a_value_that_looks_like_a_placeholder_is_not_filled_again():
     assert "# {{python}}\n" in text and "'a b' '$c'" in text
 
 
-def test_a_full_node_is_asked_for_whole_with_the_profiles_own_words(tmp_path):
+def test_a_job_that_uses_all_gpus_of_its_nodes_is_exclusive(tmp_path):
     lines = script_of(*big(), tmp_path).splitlines()
     for wanted in ("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:rtx_pro_6000:8", "--exclusive", "--mem=0",
                    "--partition=gpu", "--time=48:00:00", "--cpus-per-task=256"):  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_full_node_is_asked_for_whole_with_the_profiles_own_words(tmp_path):
     assert "export NCCL_SOCKET_IFNAME=bond0" in lines
 
 
-def test_part_of_a_node_leaves_the_rest_to_others(tmp_path):
+def test_a_job_on_part_of_a_node_is_not_exclusive(tmp_path):
     script = script_of(*big(**{"parallel.gpus_per_node": 2, "parallel.nodes": 1}), tmp_path)
     assert "--gres=gpu:rtx_pro_6000:2" in script and "--cpus-per-task=64" in script
     assert "--exclusive" not in script
@@ -152,7 +152,7 @@ def test_an_image_gets_what_the_ranks_read_and_write_under_the_same_paths(tmp_pa
     assert "KIT_SOFTWARE" not in script  # what runs in the image need not run where the job is launched
 
 
-def test_another_interpreter_by_profile_runs_the_ranks_and_is_not_held_against_this_one(recipe, local, tmp_path):
+def test_the_profiles_interpreter_runs_the_ranks_without_a_version_check(recipe, local, tmp_path):
     slurm = dataclasses.replace(local.slurm, python="/shared/venv/bin/python", setup=("module load cuda",))
     script = render_script(Run.create(recipe, dataclasses.replace(local, slurm=slurm), tmp_path, "digest"))
     assert "\npython=/shared/venv/bin/python\n" in script and "KIT_SOFTWARE" not in script
@@ -182,7 +182,7 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_the_script_is_right_and_without_a_finding_in_every_environment(tmp_path, name):
+def test_the_script_is_correct_and_lints_clean_in_every_environment(tmp_path, name):
     write(tmp_path / "tokens", "HF_TOKEN=x\n").chmod(0o600)
     job, cluster = big()
     paths = dataclasses.replace(cluster.paths, runs=str(tmp_path / "runs"))
@@ -194,7 +194,7 @@ def test_the_script_is_right_and_without_a_finding_in_every_environment(tmp_path
     assert shellcheck(script, "--exclude=SC1090,SC1091") == ""  # it does not follow what set-up lines source
     assert [f for f in lint(script, site=site_of(cluster, "22.05.8")) if f.severity != "info"] == []
     for line in ENVIRONMENTS[name].get("setup", ()):
-        places = [script.index(f"\n{words}") for words in ("set +u", f"{line}\n", "set -u\n", "srun ")]
+        places = [script.index(f"\n{words}") for words in ("set +u", f"{line}\n", "set -u\n", "KIT_KEY=$key srun ")]
         assert places == sorted(places)
     elsewhere = name in ("conda", "venv", "pyxis", "apptainer")  # an interpreter that need not have the kit
     assert (f"export PYTHONPATH={REPOSITORY}:" in script) == elsewhere == ("KIT_SOFTWARE" not in script)
@@ -252,7 +252,17 @@ def test_rows_reach_the_disk_within_a_second(run):
     assert f"export WANDB_RUN_ID={run.info['wandb_id']}" in script
 
 
-@pytest.mark.parametrize("name", ["a b", "a'; touch pwned; '", 'a"$(touch pwned)', "ä*?"])
+def test_a_path_that_sbatch_would_change_is_refused(recipe, tmp_path, monkeypatch):
+    for sign in '"%':
+        folder = tmp_path / f"a{sign}$(touch pwned)"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with pytest.raises(InputError, match=f"paths.runs: .* contains {sign}"):
+            Run.create(recipe, Cluster.load("local"), tmp_path, "digest")
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "a'; touch pwned; '", "a$(touch pwned)", "ä*?"])
 def test_a_hostile_path_stays_one_word(recipe, tmp_path, name):
     cluster = Cluster.load("local")
     (tmp_path / name).mkdir()
@@ -275,7 +285,7 @@ def test_a_hostile_path_stays_one_word(recipe, tmp_path, name):
         ({}, False, {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_cpu_ram_efficient_loading": False}),
     ],
 )
-def test_accelerate_is_told_what_the_recipe_says(changes, gpus, expected):
+def test_accelerates_config_follows_the_recipe(changes, gpus, expected):
     recipe, cluster = big(**changes)
     config = yaml.safe_load(render_accelerate(recipe, cluster if gpus else Cluster.load("local")))
     flat = config | config.get("fsdp_config", {})

@@ -54,7 +54,7 @@ def test_a_torn_line_is_not_a_record(line):
     assert parse_line(line) is None
 
 
-def test_whether_a_job_starts_again_is_a_key_and_older_records_say_it_in_their_reason():
+def test_a_requeue_is_read_from_its_key_and_in_older_records_from_the_reason():
     new = ExitRecord(time=1, exit_code=75, end=ScriptEnd.TIME_LIMIT, requeued=False, reason="was not requeued")
     old = ExitRecord(time=1, exit_code=75, reason="time limit near, saved checkpoint-40, requeued")
     assert (new.starts_again, old.starts_again, ExitRecord(time=1, exit_code=1).starts_again) == (False, True, False)
@@ -77,5 +77,3 @@ def test_files_with_foreign_names_in_the_state_folder_are_ignored(tmp_path):
     folder = StateFolder(tmp_path)
     assert [file[1:] for file in folder.script_files()] == [(Witness.EXIT, 0, None), (Witness.START, 2, 13)]
     assert [task for _, task in folder.heartbeats()] == [None, 4]
-    assert folder.exit(0) == tmp_path / "exit.0.json" and folder.start(2, 13) == tmp_path / "start.2.13.json"
-    assert folder.heartbeat(4) == tmp_path / "heartbeat.4"

@@ -1,9 +1,7 @@
 """Every change to another library: that the installed release needs it, and that it does what it says."""
 
 import inspect
-import os
-import subprocess
-import sys
+import re
 import warnings
 
 import pytest
@@ -13,8 +11,9 @@ from accelerate.utils import fsdp_utils
 from packaging.requirements import Requirement
 
 from kit.checkpoints.sharded import Reader
-from kit.files import REPOSITORY
 from kit.train import patches
+from kit.train.shards import ShardedBase
+from tests.ranks import run_ranks
 
 NOT_NEEDED = {"forget_pending_forwards"}  # torch 2.13 does it
 
@@ -39,14 +38,10 @@ def test_a_function_does_nothing_for_other_releases(monkeypatch):
     assert not patches.applies(Requirement("torch<1"))
 
 
-def run_ranks(folder, script):
-    """What two gloo ranks print that run this script."""
+def printed_by_two_ranks(folder, script):
+    """The words that two gloo ranks print that run this script."""
     (folder / "ranks.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()
+    return run_ranks(2, folder / "ranks.py").split()
 
 
 FSDP1 = """
@@ -58,7 +53,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import LlamaConfig, LlamaForCausalLM
-from kit.train.patches import leave_casts_to_fsdp
+from kit.train.patches import leave_casts_to_autocast
 
 dist.init_process_group("gloo")
 shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
@@ -70,7 +65,7 @@ for ours in (False, True):
     model.enable_input_require_grads()
     model.train()
     if ours:
-        leave_casts_to_fsdp(model)
+        leave_casts_to_autocast(model)
     policy, mixed = fsdp_auto_wrap_policy(model), MixedPrecision(bf16, bf16, bf16)
     sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"))
     with torch.autocast("cpu", dtype=bf16):
@@ -87,7 +82,7 @@ dist.destroy_process_group()
 
 
 def test_an_adapter_under_fsdp1_can_be_checkpointed_which_pefts_own_casts_prevent(tmp_path):
-    assert run_ranks(tmp_path, FSDP1) == ["CheckpointError", "trained"]
+    assert printed_by_two_ranks(tmp_path, FSDP1) == ["CheckpointError", "trained"]
 
 
 CPU_RANKS = """
@@ -110,7 +105,7 @@ dist.destroy_process_group()
 
 
 def test_accelerate_uses_fsdp_for_cpu_ranks_only_with_the_patch(tmp_path):
-    assert run_ranks(tmp_path, CPU_RANKS) == ["MULTI_CPU", "False", "FSDP", "True"]
+    assert printed_by_two_ranks(tmp_path, CPU_RANKS) == ["MULTI_CPU", "False", "FSDP", "True"]
 
 
 def test_the_loss_is_not_cast_to_bf16_by_fsdp2():
@@ -132,6 +127,26 @@ def test_accelerate_loads_sharded_checkpoints_with_the_kits_reader(monkeypatch):
         assert "dist_cp.FileSystemReader(" in source  # looked up at each load
 
 
+def test_accelerate_asks_for_the_values_of_the_shards_where_the_patch_says(monkeypatch):
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", fsdp_utils.fsdp2_load_full_state_dict)  # and back
+    arguments = inspect.signature(fsdp_utils.fsdp2_load_full_state_dict).parameters
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False)
+    patches.fill_shards(plugin, ShardedBase.fill)
+    assert plugin.cpu_ram_efficient_loading
+    assert fsdp_utils.fsdp2_load_full_state_dict is ShardedBase.fill
+    assert list(inspect.signature(ShardedBase.fill).parameters)[1:] == ["accelerator", "model", "state", "cpu_offload"]
+    assert list(arguments) == ["accelerator", "model", "full_sd", "cpu_offload"]  # the last one by name
+
+
+def test_accelerate_saves_by_the_function_that_the_patch_says(monkeypatch):
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", torch.distributed.checkpoint.save)  # and back
+    patches.save_checkpoints_by(print)
+    assert torch.distributed.checkpoint.save is print
+    for function in (fsdp_utils.save_fsdp_model, fsdp_utils.save_fsdp_optimizer):
+        (call,) = re.findall(r"dist_cp\.save\((.*?)\n *\)", inspect.getsource(function), re.DOTALL)
+        assert re.findall(r"^ *(\w+)=", call, re.MULTILINE) == ["state_dict", "storage_writer", "planner"]
+
+
 PENDING = """
 import torch
 import torch.distributed as dist
@@ -151,7 +166,7 @@ dist.destroy_process_group()
 
 def test_fsdp2_forgets_modules_that_an_evaluation_did_not_run(tmp_path):
     """Whether torch needs it shows tests/train/test_trainer.py, where a tied model trains on after an evaluation."""
-    assert run_ranks(tmp_path, PENDING) == ["0"]
+    assert printed_by_two_ranks(tmp_path, PENDING) == ["0"]
 
 
 @pytest.mark.parametrize("words", ["`gradient_checkpointing` is renamed", "`is_gradient_checkpointing` is renamed"])

@@ -11,7 +11,8 @@ from typing import Any
 
 from kit.config.cluster import Cluster, Nodes
 from kit.config.recipe import Recipe
-from kit.forecast.memory import GIB, Memory, memory
+from kit.forecast.fit import Memory, memory
+from kit.forecast.layout import GIB
 from kit.forecast.shape import load_shape, shipped
 
 FOLDER = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ def recipe_of(row: Row) -> Recipe:
         "parallel.gpus_per_node": row["gpus"], "parallel.nodes": 1,
         "parallel.activation_checkpointing": row["checkpointing"].lower(), "data.seq_len": row["seq_len"],
         "data.packing": row["packing"].lower(), "schedule.micro_batch": row["micro_batch"],
-        "schedule.grad_accum": row["grad_accum"], "schedule.optimizer": row["optimizer"],
+        "schedule.grad_accum": row["grad_accum"], "schedule.optimizer": row["optimizer"], "parallel.compile": "off",
     }  # fmt: skip
     if row["method"] != "full":
         keys |= {

@@ -59,7 +59,8 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
         "parallel.gpus_per_node": case["gpus"],
         "parallel.nodes": 1,
     }
-    return Recipe.load("demo").override(**{"schedule.eval_every": 0} | keys | fixed)
+    defaults = {"schedule.eval_every": 0, "model.attention": "sdpa", "parallel.activation_checkpointing": True}
+    return Recipe.load("demo").override(**defaults | keys | fixed)
 
 
 def described(case: dict[str, Any]) -> dict[str, Any]:

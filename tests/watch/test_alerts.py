@@ -38,13 +38,13 @@ def sampled(folder, host="node1", seconds=180, until=0, gpus=8, **changed):
             stream.write(line(host, time.time() - second, gpus, **changed) + "\n")
 
 
-def test_a_run_that_does_well_is_left_alone(tmp_path):
+def test_a_healthy_run_raises_no_alert(tmp_path):
     running(tmp_path, steps(1, 100))
     sampled(tmp_path)
     assert warned(tmp_path) == []
 
 
-def test_a_loss_that_is_not_finite_is_an_alert_with_its_step_even_when_the_run_has_ended(tmp_path):
+def test_a_non_finite_loss_raises_an_alert_with_its_step_also_after_the_run_ended(tmp_path):
     log(tmp_path, [*steps(1, 40), *[{"train/loss": math.nan, "train/global_step": i} for i in (40, 41)]])
     assert warned(tmp_path) == ["train/loss is not finite since step 40 (2 times)"]
 
@@ -52,14 +52,14 @@ def test_a_loss_that_is_not_finite_is_an_alert_with_its_step_even_when_the_run_h
 @pytest.mark.parametrize(
     ("height", "expected"), [(9.0, ["train/loss rose to 9 at step 95, from about 2.02"]), (2.05, [])]
 )
-def test_a_spike_is_an_alert_and_noise_is_not(tmp_path, height, expected):
+def test_a_loss_spike_raises_an_alert_and_noise_does_not(tmp_path, height, expected):
     rows = [{"train/loss": 2 + 0.03 * (i % 7) / 7 + 0.2 / i, "train/global_step": i} for i in range(1, 101)]
     rows[94]["train/loss"] = height
     running(tmp_path, rows)
     assert warned(tmp_path) == expected
 
 
-def test_gpus_that_are_idle_for_minutes_are_one_alert(tmp_path):
+def test_gpus_idle_for_minutes_raise_one_alert(tmp_path):
     sampled(tmp_path, "node1")
     sampled(tmp_path, "node2", util=1, power_w=80)
     assert warned(tmp_path) == ["node2: GPU 5 idle for 2 min or longer"]
@@ -71,7 +71,7 @@ def test_gpus_that_are_idle_for_minutes_are_one_alert(tmp_path):
     ("changed", "expected"),
     [({"util": 40}, "node1 GPU 5 is at 40 %, the others at 98 %"), ({"power_w": 300}, "300 W, the others at 520 W")],
 )
-def test_a_gpu_that_differs_from_all_others_is_a_slower_rank(tmp_path, changed, expected):
+def test_a_gpu_that_differs_from_the_others_raises_an_alert(tmp_path, changed, expected):
     sampled(tmp_path, "node1", **changed)
     sampled(tmp_path, "node2")
     (text,) = warned(tmp_path)
@@ -79,13 +79,13 @@ def test_a_gpu_that_differs_from_all_others_is_a_slower_rank(tmp_path, changed, 
     assert text.endswith("one rank is slower")
 
 
-def test_a_node_that_falls_silent_is_an_alert(tmp_path):
+def test_a_node_that_stops_sampling_raises_an_alert(tmp_path):
     sampled(tmp_path, "node1")
     sampled(tmp_path, "node2", until=100)
     assert warned(tmp_path) == ["node2 has been silent for 101 s"]
 
 
-def test_a_run_without_a_new_row_is_an_alert(tmp_path, monkeypatch):
+def test_a_run_without_new_rows_raises_an_alert(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 30))
     monkeypatch.setattr(alerts, "NO_ROW", 0.0)
     monkeypatch.setattr(alerts, "NO_ROW_FACTOR", 0.0)
@@ -93,14 +93,14 @@ def test_a_run_without_a_new_row_is_an_alert(tmp_path, monkeypatch):
     assert text.startswith("no new row for ")
 
 
-def test_a_disk_that_is_nearly_full_is_an_alert(tmp_path, monkeypatch):
+def test_a_nearly_full_disk_raises_an_alert(tmp_path, monkeypatch):
     running(tmp_path, steps(1, 3))
     monkeypatch.setattr(alerts, "FREE_BYTES", shutil.disk_usage(tmp_path).free + GB)
     (text,) = warned(tmp_path)
     assert text.startswith(f"the file system of {tmp_path} has ")
 
 
-def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_it(tmp_path):
+def test_the_alert_command_gets_each_alert_once_without_a_shell(tmp_path):
     rows = [*steps(1, 40), {"train/loss": math.nan, "train/global_step": 40}]
     running(tmp_path / "a $(touch x) run", rows)
     program = tmp_path / "program"
@@ -120,6 +120,6 @@ def test_the_command_of_the_users_choice_gets_each_alert_once_and_no_shell_sees_
     ("command", "words"),
     [(["false"], "false ended with exit code 1"), (["no-such"], "no-such failed"), (["sleep"], "timed out")],
 )
-def test_a_command_that_fails_is_shown_on_the_board(command, words, monkeypatch):
+def test_a_failing_alert_command_is_shown_on_the_board(command, words, monkeypatch):
     monkeypatch.setattr(alerts, "COMMAND_TIMEOUT", 0.5)
     assert words in run_command(command, "30")

@@ -1,19 +1,23 @@
 """The board: what it says, what it draws, and how it behaves in a real kernel."""
 
+import base64
 import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import nbformat
 import numpy as np
 import papermill
+import plotly.graph_objects
 import pytest
 import wandb
 from jupyter_client.manager import start_new_kernel
@@ -23,13 +27,17 @@ from kit import files
 from kit.cli import main
 from kit.config.recipe import Recipe
 from kit.errors import InputError
+from kit.figures.base import PLOTLY
 from kit.figures.svg import ticks
+from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
+from kit.slurm.states import JobState
 from kit.watch import alerts, background, status
 from kit.watch import board as board_module
-from kit.watch.board import STATIC, watch
+from kit.watch.board import NO_CELL, watch
 from kit.watch.charts import Chart, Line, number, smoothed
-from kit.watch.picture import chart_as_json, delta
+from kit.watch.hardware import heat_maps
+from kit.watch.picture import as_json, chart_as_json, delta
 from kit.watch.series import thin
 from tests.conftest import until
 from tests.watch.test_online import KEY
@@ -93,7 +101,7 @@ def writer_env():
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (3, "failed (exit code 3)")])
-def test_the_end_of_a_plain_wandb_run_is_known_by_its_exit_record(tmp_path, code, state):
+def test_a_plain_wandb_run_ends_with_its_exit_record(tmp_path, code, state):
     log(tmp_path, steps(1, 6), exit_code=code)
     status = watch(tmp_path).status()
     assert status.startswith(f"{state} · step 5 · newest row ")
@@ -101,7 +109,7 @@ def test_the_end_of_a_plain_wandb_run_is_known_by_its_exit_record(tmp_path, code
     assert status.endswith("run-abc.wandb")
 
 
-def test_a_log_without_an_end_is_running_until_nothing_was_written_for_ten_minutes(tmp_path):
+def test_a_log_without_an_exit_record_is_stale_after_ten_minutes_without_writes(tmp_path):
     log(tmp_path, steps(1, 6))
     (path,) = tmp_path.rglob("run-abc.wandb")
     path.write_bytes(path.read_bytes()[:-40])  # cuts the exit record off
@@ -111,7 +119,7 @@ def test_a_log_without_an_end_is_running_until_nothing_was_written_for_ten_minut
     assert watch(tmp_path).status().startswith("stale (nothing was written for 11 min)")
 
 
-def test_progress_and_time_left_are_those_that_the_job_reports(tmp_path):
+def test_progress_and_time_left_come_from_the_job_report(tmp_path):
     log(tmp_path, steps(1, 4))
     (path,) = tmp_path.rglob("run-abc.wandb")
     path.write_bytes(path.read_bytes()[:-40])
@@ -125,7 +133,7 @@ def test_progress_and_time_left_are_those_that_the_job_reports(tmp_path):
     assert "about 20 min left" in watch(tmp_path).status()
 
 
-def test_a_silent_node_is_named(tmp_path):
+def test_a_silent_node_is_named_in_the_status(tmp_path):
     log(tmp_path, steps(1, 3))
     (path,) = tmp_path.rglob("run-abc.wandb")
     path.write_bytes(path.read_bytes()[:-40])
@@ -134,7 +142,7 @@ def test_a_silent_node_is_named(tmp_path):
     assert "1 of 2 nodes reporting (node2 silent for 40 s)" in watch(tmp_path).status()
 
 
-def test_a_run_that_expects_more_nodes_than_report_says_so(tmp_path, local):
+def test_missing_nodes_are_counted_in_the_status(tmp_path, local):
     local = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(tmp_path / "runs")))
     run = Run.create(Recipe.load("demo", **{"parallel.nodes": 2}), local, tmp_path, "digest")
     run.note(job_id="local-1")
@@ -156,7 +164,7 @@ def run(tmp_path, local):
     return run
 
 
-def test_an_error_of_the_state_function_is_shown_and_nothing_waits_for_ever(run, monkeypatch, capsys):
+def test_an_error_of_the_state_function_is_shown_and_does_not_block(run, monkeypatch, capsys):
     monkeypatch.setattr(Run, "state", property(lambda run: int("copy")))
     board = watch(run)
     assert board.status().startswith("unknown (ValueError: invalid literal for int()")
@@ -174,7 +182,7 @@ def test_a_foreign_file_in_the_state_folder_does_not_block_the_board(run):
     board.finish()
 
 
-def test_a_state_function_that_does_not_answer_is_mentioned_and_not_waited_for(run, monkeypatch):
+def test_a_state_function_that_hangs_is_mentioned_and_does_not_block(run, monkeypatch):
     answer = threading.Event()
     monkeypatch.setattr(Run, "state", property(lambda run: answer.wait(60)))
     monkeypatch.setattr(status, "NO_ANSWER", 0.3)
@@ -217,11 +225,11 @@ def test_files_that_cannot_be_read_do_not_block_the_board(tmp_path, monkeypatch)
     answer.set()
 
 
-def test_a_file_system_that_does_not_answer_blocks_nothing_and_is_an_alert(tmp_path, monkeypatch):
+def test_a_file_system_that_hangs_raises_an_alert_and_does_not_block(tmp_path, monkeypatch):
     log(tmp_path, steps(1, 6))
     cut_exit_record(tmp_path)
     answer = threading.Event()
-    monkeypatch.setattr(status.shutil, "disk_usage", lambda path: answer.wait(60) or (1, 1, 1))
+    monkeypatch.setattr(status.shutil, "disk_usage", lambda path: answer.wait(60) or SimpleNamespace(total=1, free=1))
     monkeypatch.setattr(alerts, "NO_ANSWER", 0.0)
     board = watch(tmp_path)
     assert board.status().startswith("running")
@@ -247,7 +255,7 @@ def test_the_switch_interval_of_the_process_is_restored(tmp_path, monkeypatch):
     until(lambda: sys.getswitchinterval() == usual)  # boards of other tests may be at work
 
 
-def test_the_board_is_the_call_of_the_package_and_has_its_facts_as_json(tmp_path):
+def test_kit_watch_returns_a_board_with_json_values(tmp_path):
     log(tmp_path, [*steps(1, 6), {"train/loss": math.nan, "train/global_step": 6}])
     board = kit.watch(tmp_path)
     facts = json.loads(json.dumps(board.as_dict(), allow_nan=False))
@@ -258,7 +266,7 @@ def test_the_board_is_the_call_of_the_package_and_has_its_facts_as_json(tmp_path
     assert facts["alerts"][0]["text"] == "train/loss is not finite since step 6 (1 times)"
 
 
-def test_a_file_that_is_not_a_log_is_a_sentence_on_the_board(tmp_path):
+def test_a_file_that_is_not_a_log_is_reported_on_the_board(tmp_path):
     (tmp_path / "run-x.wandb").write_bytes(b"something else")
     board = watch(tmp_path)
     assert "run-x.wandb is not a W&B log: it starts with b'somethi'" in board.status()
@@ -266,7 +274,7 @@ def test_a_file_that_is_not_a_log_is_a_sentence_on_the_board(tmp_path):
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "123456", "."])
-def test_a_reference_that_is_not_a_run_is_a_sentence_on_the_board(ref):
+def test_a_reference_that_is_not_a_run_is_reported_on_the_board(ref):
     board = watch(ref)
     assert "run.json" in board.refused
     assert board.status() == board.refused
@@ -275,7 +283,7 @@ def test_a_reference_that_is_not_a_run_is_a_sentence_on_the_board(ref):
     ElementTree.fromstring(board.svg())
 
 
-def test_the_command_refuses_what_is_not_a_run_and_prints_and_writes_the_board_of_one(tmp_path, capsys):
+def test_the_watch_command_prints_and_writes_a_board_and_refuses_other_references(tmp_path, capsys):
     assert main(["watch", "nowhere", "--once"]) == 2
     assert "No run 'nowhere'" in capsys.readouterr().err
     log(tmp_path / "run", steps(1, 6))
@@ -286,7 +294,7 @@ def test_the_command_refuses_what_is_not_a_run_and_prints_and_writes_the_board_o
     assert "<svg" in Path("board.html").read_text()
 
 
-def test_an_empty_file_is_waited_for_and_a_newer_format_is_a_sentence(tmp_path):
+def test_an_empty_log_is_waiting_and_a_newer_format_is_reported(tmp_path):
     path = tmp_path / "run-x.wandb"
     path.write_bytes(b"")
     assert watch(path).status().startswith("running · no row yet")
@@ -294,14 +302,14 @@ def test_an_empty_file_is_waited_for_and_a_newer_format_is_a_sentence(tmp_path):
     assert "is a W&B log of version 7; only version 0 can be read." in watch(path).status()
 
 
-def test_other_names_are_drawn_and_unknown_ones_offered(tmp_path):
+def test_additional_metrics_are_drawn_and_unknown_ones_get_a_suggestion(tmp_path):
     log(tmp_path, [row | {"train/entropy": 1.5} for row in steps(1, 6)])
     board = watch(tmp_path, also=["train/entropy", "train/los"])
     assert "train/entropy" in texts(board.svg())
     assert "No metric 'train/los'. Did you mean 'train/loss'? Logged so far:" in str(board)
 
 
-def test_runs_are_overlaid_each_with_its_status(tmp_path):
+def test_several_runs_share_panels_and_each_has_a_status(tmp_path):
     for name, first in (("one", 1), ("two", 3)):
         log(tmp_path / name, steps(first, 9))
     board = watch(tmp_path / "one", tmp_path / "two")
@@ -319,7 +327,7 @@ def test_a_log_axis_has_powers_of_ten_and_smoothing_keeps_what_was_logged(tmp_pa
     assert np.allclose(smoothed(np.array([3.0, math.nan, 3.0]), 0.9)[[0, 2]], 3)
 
 
-def test_what_is_zoomed_into_is_drawn_finer(tmp_path):
+def test_a_zoomed_range_is_drawn_with_more_points(tmp_path):
     log(tmp_path, [{"train/loss": math.sin(i), "train/global_step": i} for i in range(3000)])
     board = watch(tmp_path)
     board.view.zoom = {"optimizer step": [1000, 1100]}
@@ -328,7 +336,7 @@ def test_what_is_zoomed_into_is_drawn_finer(tmp_path):
     assert len(line.x) < 1000
 
 
-def test_an_update_holds_what_is_new(tmp_path):
+def test_an_update_contains_only_new_points(tmp_path):
     log(tmp_path, steps(1, 200))
     before = {"panels": [chart_as_json(chart) for chart in watch(tmp_path).charts()]}
     log(tmp_path, steps(200, 210))
@@ -340,7 +348,7 @@ def test_an_update_holds_what_is_new(tmp_path):
     assert known["x"][: line["keep"]] + line["x"] == now["panels"][0]["lines"][0]["x"]
 
 
-def test_a_run_is_synced_while_the_kernel_goes_on(server, tmp_path):
+def test_a_sync_runs_in_the_background(server, tmp_path):
     log(tmp_path, steps(1, 6))
     release = threading.Event()
     server.fault = lambda operation: None if release.wait(60) else 500
@@ -352,7 +360,7 @@ def test_a_run_is_synced_while_the_kernel_goes_on(server, tmp_path):
     assert server.runs["abc"]["state"] == "finished"
 
 
-def test_a_sync_that_takes_too_long_is_stopped_and_says_so(server, tmp_path):
+def test_a_sync_that_takes_too_long_is_stopped_and_reported(server, tmp_path):
     log(tmp_path, steps(1, 6))
     server.fault = lambda operation: time.sleep(30)
     board = watch(tmp_path)
@@ -360,7 +368,7 @@ def test_a_sync_that_takes_too_long_is_stopped_and_says_so(server, tmp_path):
     until(lambda: "wandb sync did not end within 3 s and was stopped" in str(board))
 
 
-def test_the_board_of_a_run_on_a_server_says_when_nobody_answers(monkeypatch):
+def test_the_board_of_a_run_on_a_server_reports_that_the_server_is_silent(monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     board = watch("ent/p/live")
@@ -378,7 +386,7 @@ def test_the_picture_shows_every_gpu_and_marks_what_is_not_finite(tmp_path):
     svg = watch(tmp_path).svg()
     shown = texts(svg)
     assert {"NaN or infinite: 2", "node1 98 (mean of 8)", "node2 98 (mean of 8)", "capacity 80"} <= set(shown)
-    assert {"optimizer step", "minutes since the first sample", "GiB", "%", "tokens/s"} <= set(shown)
+    assert {"optimizer step", "minutes since the start", "GiB", "%", "tokens/s"} <= set(shown)
     panels = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}svg")
     load = next(panel for panel in panels if panel.get("aria-label") == "GPU utilisation")
     lines = [path for path in load.iter("{http://www.w3.org/2000/svg}path") if path.get("stroke-opacity")]
@@ -393,10 +401,97 @@ def test_64_gpus_and_long_runs_stay_below_100_kb(tmp_path):
             sample(tmp_path, f"node{host}", 1e9 + t, gpus=8)
     board = watch(tmp_path)
     assert len(board.svg()) < 100_000
-    assert len(json.dumps([chart_as_json(chart) for chart in board.charts()])) < 100_000
+    complete = as_json([], [], board.charts(), heat_maps(board.runs, board.view))
+    assert len(json.dumps(delta({}, complete))) < 100_000
 
 
-def test_the_page_needs_nothing_else(tmp_path):
+def test_a_finished_run_is_a_plotly_figure_and_a_small_picture(tmp_path):
+    bad = {"train/loss": math.nan, "train/global_step": 50}
+    log(tmp_path, [*steps(1, 50), bad])
+    for t in range(200):
+        for host in ("node1", "node2"):
+            sample(tmp_path, host, time.time() - 200 + t, gpus=8)
+    data, _ = watch(tmp_path)._repr_mimebundle_()
+    figure = plotly.graph_objects.Figure(data[PLOTLY])  # refuses what plotly does not know
+    kinds = [trace.type for trace in figure.data]
+    assert kinds.count("heatmap") == 1
+    names = {trace.name for trace in figure.data}
+    assert {"train", "all ranks", "node1", "node2", "capacity"} <= names
+    (loss,) = [trace for trace in figure.data if trace.name == "train"]
+    values = np.frombuffer(base64.b64decode(loss.y["bdata"]), np.float32)
+    assert values == pytest.approx([*(3.0 / i for i in range(1, 50)), math.nan], nan_ok=True)
+    (heat_map,) = [trace for trace in figure.data if trace.type == "heatmap"]
+    cells = np.frombuffer(base64.b64decode(heat_map.z["bdata"]), np.float32).reshape(16, -1)
+    assert np.nanmax(np.abs(cells - 98)) < 0.3
+    assert [button.label for menu in figure.layout.updatemenus for button in menu.buttons] == [
+        "linear scale", "log scale", "as logged", "smoothed",
+    ]  # fmt: skip
+    assert any("NaN or infinite: 1" in annotation.text for annotation in figure.layout.annotations)
+    assert len(json.dumps(data)) < 150_000
+
+
+def test_a_run_that_goes_on_is_a_picture(tmp_path):
+    log(tmp_path, steps(1, 6))
+    cut_exit_record(tmp_path)
+    board = watch(tmp_path)
+    assert PLOTLY not in board._repr_mimebundle_()[0]
+    board.finish()
+
+
+def test_mfu_and_time_left_are_forecast_before_the_first_row(run, monkeypatch):
+    monkeypatch.setattr(Run, "state", property(lambda run: RunState(run.name, run.job_id, JobState.RUNNING)))
+    board = watch(run)
+    assert re.search(r"step 0 of 24 · no row yet · about .* left", board.status())
+    assert "MFU" in board.status()
+    assert "MFU" in [chart.title for chart in board.charts()]
+    board.finish()
+
+
+@pytest.mark.parametrize(
+    ("phase", "compiles", "words"),
+    [("loading", False, "loading the model for 42 s"), ("first step", True, "compiling for 42 s"),
+     ("first step", False, "first step for 42 s"), ("evaluating", True, "evaluating for 42 s")],
+)  # fmt: skip
+def test_the_status_says_what_the_job_does_where_it_does_not_train(run, monkeypatch, phase, compiles, words):
+    monkeypatch.setattr(Run, "state", property(lambda run: RunState(run.name, run.job_id, JobState.RUNNING)))
+    (run.path / "state").mkdir(exist_ok=True)
+    record = {"phase": phase, "since": time.time() - 42, "compiles": compiles}
+    files.write_json(run.state_folder.phase, record)
+    board = watch(run)
+    assert words in board.status().replace("43 s", "42 s")
+    board.finish()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"phase": "dancing", "since": 1}', '{"phase": "loading", "since": "x"}']
+)
+def test_a_damaged_phase_is_no_phase(run, monkeypatch, text):
+    monkeypatch.setattr(Run, "state", property(lambda run: RunState(run.name, run.job_id, JobState.RUNNING)))
+    (run.path / "state").mkdir(exist_ok=True)
+    run.state_folder.phase.write_text(text)
+    board = watch(run)
+    assert board.status().startswith("running · step 0 of 24 · no row yet")
+    board.finish()
+
+
+def test_tokens_epochs_and_tokens_per_gpu_are_in_the_status(tmp_path):
+    rows = [
+        row | {"train/num_tokens": 1e6 * row["train/global_step"], "train/loss_tokens": 4e5, "train/epoch": 0.1}
+        for row in steps(1, 11)
+    ]
+    log(tmp_path, rows)
+    sample(tmp_path, "node1", time.time(), gpus=8)
+    status = watch(tmp_path).status()
+    assert "10 M tokens (4 M trained on) · epoch 0.10 · 9,000 tokens/s (1,125 per GPU)" in status
+
+
+def test_the_load_of_the_base_is_in_the_status_until_tokens_are(tmp_path):
+    load = {"train/base_load_s": 42.0, "train/base_load_gb": 812.0, "train/base_load_gb_s": 19.33}
+    log(tmp_path, [load | {"train/global_step": 0}])
+    assert "base loaded in 42 s (812 GB, 19.3 GB/s)" in watch(tmp_path).status()
+
+
+def test_the_html_page_is_self_contained(tmp_path):
     log(tmp_path, steps(1, 6))
     page = watch(tmp_path).html()
     assert page.startswith("<!doctype html>")
@@ -404,7 +499,7 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_an_executed_notebook_holds_one_small_picture_and_no_widget(tmp_path, writer_env):
+def test_an_executed_notebook_contains_one_small_picture_and_no_widget(tmp_path, writer_env):
     run = tmp_path / "run"
     (run / "wandb").mkdir(parents=True)
     cells = ["from kit.watch.board import watch\nboard = watch('run')\nboard", "board.wait(60)", "1 + 1"]
@@ -416,11 +511,12 @@ def test_an_executed_notebook_holds_one_small_picture_and_no_widget(tmp_path, wr
     done = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     (picture,) = done.cells[0].outputs
     (state,) = done.cells[1].outputs
-    assert picture.data.keys() == {"image/svg+xml", "text/plain"}
-    assert len(picture.data["image/svg+xml"]) < 100_000
+    assert picture.data.keys() == {PLOTLY, "image/png", "text/plain"}
+    assert len(picture.data["image/png"]) < 100_000
+    assert base64.b64decode(picture.data["image/png"]).startswith(b"\x89PNG")
     assert picture.data["text/plain"].startswith("finished · step 30 · ")
-    assert "train 0.1" in texts(picture.data["image/svg+xml"])  # the loss of the last row
-    assert STATIC not in texts(picture.data["image/svg+xml"])  # the run is over: nothing is missing
+    assert "Loss, train" in picture.data["text/plain"]
+    assert NO_CELL not in picture.data["text/plain"]  # the run is over: nothing is missing
     assert state.data["text/plain"] == "'FINISHED'"
     assert "widgets" not in done.metadata
 
@@ -453,10 +549,10 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         shown(client, f"from kit.watch.board import watch; board = watch({str(tmp_path)!r})", None)
         ((_, alone),) = shown(client, "board", None)
         assert view not in alone["data"]
-        assert STATIC in texts(alone["data"]["image/svg+xml"])
+        assert NO_CELL in alone["data"]["text/plain"]
         (_, picture), (_, live), *_ = shown(client, "board", "cell-1")
-        assert "image/svg+xml" in picture["data"]
-        assert STATIC not in texts(picture["data"]["image/svg+xml"])
+        assert "image/png" in picture["data"]
+        assert NO_CELL not in picture["data"]["text/plain"]
         said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
         (made,) = [content for kind, content in said if view in content["data"]]
         assert made["transient"] == live["transient"]
@@ -464,6 +560,22 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         emptied = [content["transient"] for _, content in last if content["data"] == {"text/plain": ""}]
         assert live["transient"] in emptied
         assert [kind for kind, content in last][-1] == "display_data"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_without_the_widget_package_jupyterlab_gets_pictures_and_the_reason(tmp_path):
+    log(tmp_path, steps(1, 6))
+    cut_exit_record(tmp_path)
+    manager, client = start_new_kernel()
+    try:
+        shown(client, "import sys; sys.modules['anywidget'] = None; from kit.watch.board import watch", "cell-0")
+        shown(client, f"board = watch({str(tmp_path)!r}); board", "cell-1")
+        said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
+        texts_shown = [content["data"]["text/plain"] for _, content in said if "image/png" in content["data"]]
+        assert "renewed every 10 s: the kernel has no package anywidget; pip install anywidget" in texts_shown[-1]
+        assert not any("widget-view" in kind for _, content in said for kind in content["data"])
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -487,7 +599,7 @@ def test_axes_have_round_numbers():
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [math.nan], [math.inf, -math.inf], [0, 1e-9], [9e99, -9e99]])
-def test_any_values_make_a_well_formed_picture(values):
+def test_any_values_give_a_well_formed_svg(values):
     svg = Chart("a < b & c", "x", "y", [Line("<one>", list(range(len(values))), values)]).svg()
     ElementTree.fromstring(svg)
     assert "nan" not in "".join(part for part in svg.split('"') if part.startswith("M"))

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from kit.watch.samples import SampleFile, parse_wandb_sample
+from kit.watch.metrics import Store
+from kit.watch.samples import CPU, Reading, SampleFile, parse_wandb_sample
 
 
-def test_wandbs_own_statistics_have_our_names_and_units():
+def test_wandbs_system_metrics_are_converted_to_our_names_and_units():
     values = {  # names as wandb 0.31 writes them; those of GPUs are from its source, no machine of the tests has one
         "cpu": 12.0, "proc.memory.rssMB": 2048.0, "proc.cpu.threads": 4, "memory_percent": 50.0,
         "network.recv": 3e9, "network.sent": 1e9, "network.tcpRetransmits": 1,
@@ -38,3 +39,35 @@ def test_a_long_file_is_read_in_parts_and_from_the_middle(tmp_path):
     assert found == everything
     assert lines.left == 0
     assert SampleFile(path, path.stat().st_size - 2500).poll() == everything[-2:]
+
+
+@pytest.mark.parametrize(
+    ("devices", "counted"),
+    [
+        (["sda", "sda1"], ["sda"]),
+        (["nvme0n1", "nvme0n1p1", "nvme0n1p2", "nvme1n1"], ["nvme0n1", "nvme1n1"]),
+        (["vda1", "vda2"], ["vda1", "vda2"]),  # a container may see the partitions alone
+        (["sda", "sda1", "sda12", "sdaa", "sdaa1"], ["sda", "sdaa"]),
+        (["mmcblk0", "mmcblk0p1"], ["mmcblk0"]),
+        (["sda", "dm-0", "dm-1"], ["sda"]),
+        (["dm-0"], ["dm-0"]),
+        (["md0", "sda", "sdb"], ["sda", "sdb"]),
+        (["md0", "md0p1"], ["md0"]),
+        (["loop0", "xvda1"], ["xvda1"]),
+        (["nvme0n1", "nvme0c0n1"], ["nvme0n1"]),
+        (["cciss/c0d0", "cciss/c0d0p1"], ["cciss/c0d0"]),
+    ],
+)
+def test_the_bytes_of_a_disk_and_of_its_partitions_count_once(devices, counted):
+    mib = {device: 2.0**place for place, device in enumerate(devices)}
+    values = {f"disk.{device}.out": amount for device, amount in mib.items()}
+    total = parse_wandb_sample("n", values).totals["n", CPU, "disk_gb_s_write"]
+    assert total == pytest.approx(sum(mib[device] for device in counted) * 2**20 / 1e9)
+
+
+def test_the_rate_of_a_disk_with_a_partition_is_that_of_the_disk():
+    store = Store()
+    for second, mib in ((0.0, 0.0), (10.0, 100.0)):
+        store.add_wandb_sample("n", {"_timestamp": second, "disk.sda.out": mib, "disk.sda1.out": mib})
+    (value,) = store.series[Reading("n", CPU, "disk_gb_s_write")].values
+    assert value == pytest.approx(100 * 2**20 / 1e9 / 10)

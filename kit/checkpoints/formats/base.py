@@ -4,6 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from kit.errors import InputError, KitError
 
 
 class ProblemKind(StrEnum):
@@ -20,8 +23,11 @@ class ProblemKind(StrEnum):
     UNFINISHED_SAVE = "unfinished save"
     NO_OPTIMIZER = "no optimizer state"
     MISSING_RANKS = "random state of some ranks missing"
+    OTHER_RANKS = "saved by another number of ranks"
     UNREADABLE = "not readable"
+    NOT_SUPPORTED = "not supported"
     HIDDEN_FROM_GROUP = "not readable by the group"
+    COMPILED_NAMES = "names of compiled modules"
     NOT_FINITE = "values that are not finite"
     UNTRAINED = "untrained adapter"
 
@@ -39,6 +45,22 @@ class Problem:
 
     def __str__(self) -> str:
         return self.message
+
+
+class DamageError(InputError):
+    """A file that cannot be read, with its problem."""
+
+    def __init__(self, kind: ProblemKind, message: str) -> None:
+        super().__init__(message)
+        self.problem = Problem(kind, message)
+
+
+class TensorError(KitError):
+    """A tensor whose values cannot be read although its header is sound, with its problem."""
+
+    def __init__(self, kind: ProblemKind, message: str) -> None:
+        super().__init__(message)
+        self.problem = Problem(kind, message)
 
 
 def join_messages(problems: Iterable[Problem]) -> str:
@@ -74,7 +96,8 @@ class Weights:
 class Piece:
     """A stored part of a tensor: its offset and shape in the tensor, and its bytes in a file.
 
-    The bytes are the raw values or, where `packed`, an archive written by torch.save.
+    The bytes are the raw values or, where `packed`, an archive written by torch.save, which DCP's `extensions` then
+    transformed one after the other, as to compress it.
     """
 
     offset: tuple[int, ...]
@@ -84,6 +107,7 @@ class Piece:
     start: int
     length: int
     packed: bool = False
+    extensions: tuple[Any, ...] = ()
 
 
 def complete_piece(tensor: TensorInfo, file: Path, start: int) -> Piece:
@@ -91,10 +115,16 @@ def complete_piece(tensor: TensorInfo, file: Path, start: int) -> Piece:
     return Piece((0,) * len(tensor.shape), tensor.shape, tensor.dtype, file, start, tensor.bytes)
 
 
-def split_broken_links(paths: Sequence[Path]) -> tuple[list[Path], list[Problem]]:
-    """The paths that exist, and a problem for each symbolic link whose target does not."""
-    existing = [path for path in paths if path.exists()]
-    return existing, [broken_link(path) for path in paths if path not in existing]
+def split_unreadable(paths: Sequence[Path]) -> tuple[list[Path], list[Problem]]:
+    """The paths of regular files, and a problem for each other one, as opening a FIFO would wait for ever."""
+    readable = [path for path in paths if path.is_file()]
+    return readable, [_not_a_file(path) for path in paths if path not in readable]
+
+
+def _not_a_file(path: Path) -> Problem:
+    if not path.exists():
+        return broken_link(path)
+    return Problem(ProblemKind.UNREADABLE, f"{path} is not a regular file; a checkpoint consists of regular files.")
 
 
 def broken_link(path: Path) -> Problem:

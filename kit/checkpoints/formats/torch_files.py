@@ -1,6 +1,5 @@
 """Files of torch.save: only their pickle is read, and no code that it may hold is run."""
 
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,26 +12,42 @@ from kit.checkpoints.formats.base import (
     TensorInfo,
     Weights,
     complete_piece,
-    split_broken_links,
+    split_unreadable,
 )
 from kit.checkpoints.formats.dcp import tensor_info
+from kit.checkpoints.formats.torch_archives import ArchiveError, needed_bytes, record_sizes
 from kit.errors import KitError
 
 
 def read_headers(paths: list[Path]) -> Weights:
     """The tensors of some files by dotted name, without reading their values."""
-    existing, problems = split_broken_links(paths)
+    existing, problems = split_unreadable(paths)
     tensors: dict[str, TensorInfo] = {}
     for path in existing:
         try:
-            zipfile.ZipFile(path).close()  # fails for a truncated file, and for the format before torch 1.6
-            tensors |= {name: tensor_info(t.dtype, t.shape) for name, t in load(path, device="meta").items()}
+            tensors |= {name: tensor_info(t.dtype, t.shape) for name, t in _read_header(path).items()}
         except PermissionError:
             raise
         except Exception as error:  # a truncated or foreign file fails in many ways
             message = f"{path} cannot be read by torch.load ({error})."
             problems.append(Problem(ProblemKind.DAMAGED_FILE, message))
     return Weights("torch", tuple(existing), tensors, tuple(problems))
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The tensors of a file on the device meta. Raises ArchiveError where a record is shorter than its tensor."""
+    import torch
+
+    with path.open("rb") as stream:
+        sizes = record_sizes(stream)  # fails for a truncated file, and for the format before torch 1.6
+    tensors = load(path, device="meta")
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    stored = {reader.get_record_offset(name): size for name, size in sizes.items() if name.startswith("data/")}
+    for name, tensor in tensors.items():
+        found = stored.get(tensor.untyped_storage()._checkpoint_offset, 0)
+        if found < needed_bytes(tensor):
+            raise ArchiveError(f"the record of {name} has {found} of {needed_bytes(tensor)} bytes")
+    return tensors
 
 
 def load(path: Path, device: str = "cpu", mmap: bool = False) -> dict[str, Any]:

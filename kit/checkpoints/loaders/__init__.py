@@ -1,4 +1,4 @@
-"""Ways to load weights, one module each. Every module but `base` defines LOADER; adding a way adds a file."""
+"""Ways to load weights, one module for each library. Every module but `base` defines LOADERS."""
 
 import importlib
 import pkgutil
@@ -9,10 +9,10 @@ from kit.errors import InputError
 
 
 def all_loaders() -> list[Loader]:
-    """The loaders of this folder, sorted by their position in tables."""
+    """The loaders of this folder, by name."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
-    found: list[Loader] = [importlib.import_module(f"{__name__}.{name}").LOADER for name in names]
-    return sorted(found, key=lambda loader: (loader.order, loader.name))
+    found: list[Loader] = [loader for name in names for loader in importlib.import_module(f"{__name__}.{name}").LOADERS]
+    return sorted(found, key=lambda loader: loader.name)
 
 
 def loaders_for(format_name: str, names: Sequence[str] | None = None) -> list[Loader]:
@@ -28,8 +28,3 @@ def loaders_for(format_name: str, names: Sequence[str] | None = None) -> list[Lo
         if name not in installed:
             raise InputError(f"The method {name} is not available here: {reading[name].unavailable()}.")
     return [installed[name] for name in names] if names else list(installed.values())
-
-
-def loader_named(format_name: str, name: str) -> Loader:
-    """One loader of a format. Raises InputError as `loaders_for` does."""
-    return loaders_for(format_name, [name])[0]

@@ -38,11 +38,9 @@ class Loader:
     formats: frozenset[str]
     load: Callable[[LoadRequest], Iterable[Any]]
     package: str = "torch"
-    install: str = ""
-    order: int = 0
 
     def unavailable(self) -> str:
         """Why the loader cannot be used on this machine; empty if it can."""
         if importlib.util.find_spec(self.package):
             return ""
-        return f"run `pip install {self.install or self.package}`"
+        return f"run `pip install {self.package.replace('_', '-')}`"

@@ -18,4 +18,4 @@ def load(request: LoadRequest) -> Iterator[Any]:
             yield from [stream.get_tensor(name) for name in stream.keys()]  # noqa: SIM118
 
 
-LOADER = Loader("fastsafetensors", SAFETENSORS, load, package="fastsafetensors", order=1)
+LOADERS = (Loader("fastsafetensors", SAFETENSORS, load, package="fastsafetensors"),)

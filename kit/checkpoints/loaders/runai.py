@@ -14,6 +14,4 @@ def load(request: LoadRequest) -> Iterator[Any]:
         yield from (tensor.to(request.device) for _, tensor in streamer.get_tensors())
 
 
-LOADER = Loader(
-    "runai-model-streamer", SAFETENSORS, load, package="runai_model_streamer", install="runai-model-streamer", order=1
-)
+LOADERS = (Loader("runai-model-streamer", SAFETENSORS, load, package="runai_model_streamer"),)

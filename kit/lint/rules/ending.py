@@ -1,83 +1,132 @@
 """KS5: how the job ends. Exit codes, background processes, signals, and resuming after an interruption."""
 
+import itertools
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 from kit.lint.rule import Hit, rule
 from kit.lint.script import Script
-from kit.lint.shell import DOLLAR
-from kit.lint.steps import Step
+from kit.lint.shell import Command
+from kit.lint.steps import SHELLS, TRAINING, Step
 
 CONTAINERS = {"singularity", "apptainer", "shifter"}
-SETUP_FILE = re.compile(r"activate|conda|bashrc|profile|modules?\b|/etc/|\.?env(\.sh)?$")  # without traps in them
-SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 LONG_HOURS = 12
+OWN_JOB = re.compile(r"\$\{?SLURM_JOB_?ID\}?|\$\{?SLURM_ARRAY_JOB_ID\}?(_\$\{?SLURM_ARRAY_TASK_ID\}?)?")
 
 
 @rule("KS501")
 def exit_code_is_lost(script: Script) -> Iterator[Hit]:
-    """Commands after the training whose exit code becomes the job's."""
     main = script.main
-    after = script.code.commands[main.index + 1 :] if main else []
-    if not main or not after or after[-1].name == "wait" or main.command.operator not in ("", ";"):
-        return
-    text = " ".join(command.text for command in after)
-    has_error_trap = any("ERR" in step.texts for step in script.steps)
-    if not script.errexit and not has_error_trap and not re.search(r"\$\?|\bexit [1-9$]", text):
+    if main and _is_lost_in_nested_shell(script, main):
         yield Hit(main.line, main.program)
+        return
+    ended = _wait_that_notes_failure(script, main) if main and main.command.operator == "&" else main
+    if not main or not ended or ended.command.operator not in (("", ";") if ended is main else ("||",)):
+        return
+    after = script.commands_after(ended)
+    if after and after[-1].text == "exit":  # it keeps the exit code of the command before it
+        after = after[:-1]
+    cancels = any(step.index > ended.index and _cancels_own_job(step) for step in script.steps)  # KS510
+    if not after or after[-1].name == "wait" or cancels or _checks_result(after[-1]):
+        return
+    has_error_trap = any("ERR" in step.texts for step in script.steps)
+    errexit = script.errexit and ended is main
+    if not errexit and not has_error_trap and not _ends_with_failure(script, after):
+        yield Hit(main.line, main.program, milder=_reads_status(after) or ended is not main)
+
+
+def _is_lost_in_nested_shell(script: Script, main: Step) -> bool:
+    """Whether the shell of bash -c or of a heredoc goes on after the training, and ends with a command that works."""
+    inside = [step for step in script.steps if step.index == main.index and step.depth == main.depth > 0]
+    after = inside[inside.index(main) + 1 :] if inside else []
+    if not after or not after[-1].helps or after[-1].program in ("exit", "wait", "test", "[", "[["):
+        return False
+    shells = [step for step in script.steps if step.index == main.index and step.depth < main.depth]
+    errexit = any(re.search(r"^set .*-\w*e|^\S*sh -\w*e", step.text) for step in [*shells, *inside])
+    fails = any(re.search(r"\$\?|PIPESTATUS|^(exit|return) [1-9$]", step.text) for step in after)
+    return main.command.operator in ("", ";") and not errexit and not fails
+
+
+def _wait_that_notes_failure(script: Script, main: Step) -> Step | None:
+    """The last `wait PID || failed=1` after a training in the background."""
+    waits = [step for step in script.steps if step.index > main.index and step.program == "wait"]
+    noted = waits and waits[-1].command.operator == "||" and len(waits[-1].words) > 1
+    following = script.code.commands[waits[-1].index + 1 :] if noted else []
+    return waits[-1] if following and re.fullmatch(r"\w+=\S*", following[0].text) else None
+
+
+def _checks_result(last: Command) -> bool:
+    """Whether the last command fails where the training left no result, as `test -f model.bin` does."""
+    return not last.inside and (last.name in ("test", "[", "[[") or (last.name == "ls" and len(last.words) > 1))
+
+
+def _reads_status(commands: Sequence[Command]) -> bool:
+    return any("$?" in command.text for command in commands)
+
+
+def _ends_with_failure(script: Script, after: Sequence[Command]) -> bool:
+    """Whether something ends the job with another exit code than that of the last command.
+
+    That is an exit, or a function with one that may read $?.
+    """
+    inside_functions = [command for command in script.code.commands if "function" in command.inside]
+    called = {command.name for command in after}
+    functions = inside_functions if _reads_status(after) or called & script.functions else []
+    return any(re.search(r"\b(exit|return) [1-9$]", command.text) for command in [*after, *functions])
 
 
 @rule("KS502")
 def exit_code_of_pipeline(script: Script) -> Iterator[Hit]:
-    """A training in a pipeline without pipefail."""
-    for step in script.trainings:
-        if step.command.operator in ("|", "|&") and not script.pipefail:
-            yield Hit(step.line, step.program)
-
-
-def _in_background(script: Script, waited: bool) -> Iterator[Hit]:
-    """Trainings in the background, with no training in the foreground after them.
-
-    waited: those that a `wait` without arguments follows; otherwise those without any `wait`.
-    """
-    for step in script.trainings:
-        later = [other for other in script.steps if other.index > step.index]
-        foreground = any(other.trains and other.command.operator != "&" for other in later)
-        waits = [other for other in later if other.program == "wait"]
-        with_arguments = any(len(wait.words) > 1 for wait in waits)
-        in_background = step.command.operator == "&" and not foreground
-        if in_background and not with_arguments and bool(waits) == waited:
-            yield Hit(step.line, step.program)
+    training = [command for command in script.code.commands if TRAINING.search(command.text)]
+    functions = {kind.removeprefix("function ") for command in training for kind in command.inside}
+    started = [step for step in script.steps if step.trains or step.program in functions & script.functions]
+    piped = [step for step in started if step.command.operator in ("|", "|&")]
+    if not script.pipefail:
+        yield from (Hit(step.line, step.program) for step in piped[:1])  # one line corrects all
 
 
 @rule("KS503")
 def background_without_wait(script: Script) -> Iterator[Hit]:
-    """A training in the background that nothing waits for."""
-    yield from _in_background(script, waited=False)
+    found = {hit.milder: hit for hit in reversed(list(_not_waited_for(script)))}
+    yield from found.values()  # the first of each kind: one wait corrects all
 
 
-@rule("KS503b")
-def exit_code_of_bare_wait(script: Script) -> Iterator[Hit]:
-    """A training in the background whose exit code `wait` does not return."""
-    yield from _in_background(script, waited=True)
+def _not_waited_for(script: Script) -> Iterator[Hit]:
+    for step in script.trainings:
+        later = script.steps[script.steps.index(step) + 1 :]
+        foreground = any(_takes_time(other) for other in later)
+        waits = [other for other in later if other.program == "wait"]
+        with_arguments = any(len(wait.words) > 1 for wait in waits)
+        if step.command.operator == "&" and not foreground and not with_arguments:
+            yield Hit(step.line, step.program, milder=bool(waits))
+
+
+def _takes_time(step: Step) -> bool:
+    """Whether the script goes on while this step runs, or ends a background process itself, such as a server."""
+    if step.command.operator == "&" or "function" in step.command.inside:
+        return False
+    runs_file = step.program in SHELLS and len(step.words) > 1
+    return step.trains or runs_file or step.program == "kill" or "while" in step.command.inside or not step.helps
 
 
 @rule("KS504")
 def next_step_after_failure(script: Script) -> Iterator[Hit]:
-    """Two trainings, of which the second also runs after the first has failed."""
     if script.errexit:
         return
-    for step, following in pairwise(script.trainings):
+    yield from itertools.islice(_followed_by_another(script), 1)  # set -e corrects all
+
+
+def _followed_by_another(script: Script) -> Iterator[Hit]:
+    for step, following in itertools.pairwise(script.trainings):
         between = " ".join(command.text for command in script.code.commands[step.index + 1 : following.index])
         one_after_the_other = step.index != following.index and step.command.operator in ("", ";")
-        if one_after_the_other and not re.search(r"\$\?|PIPESTATUS", between):
+        may_run = following.command in script.commands_after(step)
+        if one_after_the_other and may_run and not re.search(r"\$\?|PIPESTATUS", between):
             yield Hit(step.line, step.program)
 
 
 @rule("KS505")
 def nothing_resumes(script: Script) -> Iterator[Hit]:
-    """A job that is long or requeued, in which nothing resumes."""
     if not script.main or script.resumes:
         return
     request = script.request
@@ -88,61 +137,21 @@ def nothing_resumes(script: Script) -> Iterator[Hit]:
         yield Hit(line, f"The job may run {request.hours:g} hours")
 
 
-@rule("KS506")
-def signal_without_effect(script: Script) -> Iterator[Hit]:
-    """A warning signal and a trap that do not match."""
-    match = re.match(r"(?:([RB]+):)?(?:SIG)?(\w+)", script.request.value("signal").upper())
-    if not match or any("exec" in step.wrappers for step in script.steps):
-        return
-    line, name = script.request.line_of("signal"), SIGNAL_NUMBERS.get(match[2], match[2])
-    traps = _traps(script, name)
-    to_batch_shell = "B" in (match[1] or "")
-    if not to_batch_shell:
-        if any(trap.texts[1] for trap in traps):
-            yield Hit(line, f"without B: only the steps get {name}, and the trap never runs")
-    elif not traps:
-        if not _sources_other_files(script):
-            yield Hit(line, f"B: sends {name} to the batch shell, which has no trap for it and dies with its steps")
-    elif script.main and script.main.command.operator != "&":
-        program = script.main.program
-        yield Hit(line, f"bash runs its trap for {name} only after {program}, which is in the foreground, has ended")
+@rule("KS510")
+def job_cancels_itself(script: Script) -> Iterator[Hit]:
+    yield from (Hit(step.line, step.text) for step in script.steps if _cancels_own_job(step))
 
 
-def _traps(script: Script, signal: str) -> list[Step]:
-    """The trap commands for a signal."""
-    traps = (step for step in script.steps if step.program == "trap")
-    return [trap for trap in traps if signal in (word.removeprefix("SIG") for word in trap.texts[2:])]
-
-
-def _sources_other_files(script: Script) -> bool:
-    """Whether the script sources a file that may set traps."""
-    sourced = (step.texts[-1] for step in script.steps if step.program in ("source", "."))
-    return any(not SETUP_FILE.search(file) for file in sourced)
-
-
-@rule("KS507")
-def signal_of_nccl(script: Script) -> Iterator[Hit]:
-    """USR1 as the warning signal of a job with GPUs."""
-    signal = script.request.value("signal")
-    if script.request.has_gpus and re.search(r"(^|:)(SIG)?(USR1|10)\b", signal.upper()):
-        yield Hit(script.request.line_of("signal"), signal)
-
-
-@rule("KS508")
-def requeue_of_array(script: Script) -> Iterator[Hit]:
-    """scontrol requeue with a job id that may be the array's."""
-    if not script.request.has("array"):
-        return
-    for step in script.steps:
-        if step.texts[:2] == ["scontrol", "requeue"]:
-            job_ids = (text for text in step.texts if re.fullmatch(DOLLAR + r"\{?SLURM_JOB_?ID\}?", text))
-            yield from (Hit(step.line, text) for text in job_ids)
+def _cancels_own_job(step: Step) -> bool:
+    own_id = any(OWN_JOB.fullmatch(word) for word in step.texts)
+    only_signals = any(re.match(r"-s|--signal|-b|--batch", word) for word in step.texts)
+    return step.program == "scancel" and own_id and not only_signals
 
 
 @rule("KS509")
 def scontrol_in_container(script: Script) -> Iterator[Hit]:
-    """scontrol inside a container."""
     for step in script.steps:
         contained = (step.wrappers | {step.program}) & CONTAINERS or "container-image" in (step.srun or {})
-        if "scontrol" in step.command.text and contained:
+        literal = [part.text for word in step.command.words for part in word.parts if not part.now]
+        if any("scontrol" in text for text in literal) and contained:
             yield Hit(step.line, "This")

@@ -5,22 +5,15 @@ from collections.abc import Iterator
 
 from kit.lint.rule import Hit, rule
 from kit.lint.script import Script
-from kit.lint.secret import SECRET, SECRET_NAME
-from kit.lint.shell import DOLLAR, variables
+from kit.lint.secret import NOT_YET_FILLED_IN, SECRET, SECRET_NAME
+from kit.lint.shell import variables
 
 # Built-in commands of bash: their words do not appear in the list of processes.
 BUILTINS = re.compile(r"export|declare|local|readonly|echo|printf|read|test|\[\[?|:|for|case")
-INSTALLATION = re.compile(
-    r"(\S*python[\d.]* -m )?(uv )?pip3? install|(conda|mamba|micromamba) (env )?(install|create|update)"
-    r"|git (clone|pull)|(sudo )?apt(-get)? (-y )?install"
-)
-NCCL_SETTINGS = "NCCL_((IB|P2P|SHM)_DISABLE|SOCKET_IFNAME)"
-HOST_FILE = re.compile(r">\s*([./]*[\w.-]*host_?file[\w.]*)(?=\s|$)")
 
 
 @rule("KS601")
 def secret(script: Script) -> Iterator[Hit]:
-    """A secret in the script."""
     texts = [(line, match[0]) for line, row in enumerate(script.rows, 1) for match in SECRET.finditer(row)]
     texts += [(setting.line, setting.value) for setting in script.scope.assignments if SECRET_NAME.search(setting.name)]
     logins = (step for step in script.steps if re.match(r"wandb login .*\b[0-9a-f]{40}$", step.text))
@@ -30,12 +23,11 @@ def secret(script: Script) -> Iterator[Hit]:
 
 def _is_random(text: str) -> bool:
     """Whether a text is a secret, and not an expansion or a placeholder such as hf_xxxxxxxx."""
-    return re.fullmatch(r"[\w+/=-]{20,}", text) is not None and len(set(text)) > 10
+    return bool(re.fullmatch(r"[\w+/=-]{20,}", text)) and len(set(text)) > 10 and not NOT_YET_FILLED_IN.search(text)
 
 
 @rule("KS602")
 def secret_on_command_line(script: Script) -> Iterator[Hit]:
-    """A secret as an argument of a program."""
     for directive in script.request.directives:
         if any(_exports_secret(word) for word in directive.words):
             yield Hit(directive.line, "--export")
@@ -44,7 +36,7 @@ def secret_on_command_line(script: Script) -> Iterator[Hit]:
             continue
         for word in step.command.words:
             if _exports_secret(word.text) or _is_secret_argument(word.text):
-                yield Hit(step.line, re.sub(rf"=(?!{DOLLAR}).*", "", word.text))
+                yield Hit(step.line, re.sub(r"=(?!\$).*", "", word.text))
 
 
 def _exports_secret(word: str) -> bool:
@@ -59,7 +51,6 @@ def _is_secret_argument(word: str) -> bool:
 
 @rule("KS603")
 def secret_in_trace(script: Script) -> Iterator[Hit]:
-    """A secret that is set while set -x is on."""
     for setting in script.scope.assignments:
         if SECRET_NAME.search(setting.name):
             modes = (step.text for step in script.steps if step.program == "set" and step.line < setting.line)
@@ -68,32 +59,8 @@ def secret_in_trace(script: Script) -> Iterator[Hit]:
                 yield Hit(setting.line, setting.name)
 
 
-@rule("KS604")
-def network_of_one_cluster(script: Script) -> Iterator[Hit]:
-    """NCCL's network settings, unless they belong to the cluster."""
-    for setting in script.assignments(NCCL_SETTINGS, r"\w[\w,]*"):
-        is_default = setting.name.endswith("_DISABLE") and setting.value.startswith("0")
-        if not is_default and script.site.environment.get(setting.name) != setting.value:
-            yield Hit(setting.line, f"{setting.name}={setting.value}")
-
-
-@rule("KS605")
-def blocking_launches(script: Script) -> Iterator[Hit]:
-    """CUDA_LAUNCH_BLOCKING=1."""
-    yield from (Hit(s.line, f"{s.name}={s.value}") for s in script.assignments("CUDA_LAUNCH_BLOCKING", "1"))
-
-
-@rule("KS606")
-def installation_in_job(script: Script) -> Iterator[Hit]:
-    """Software that is installed in the job."""
-    for step in script.steps:
-        if match := INSTALLATION.match(step.text):
-            yield Hit(step.line, match[0])
-
-
 @rule("KS607")
 def one_cpu_thread(script: Script) -> Iterator[Hit]:
-    """torchrun without OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" in script.scope.variables:
         return
     for step in script.launches:
@@ -103,17 +70,8 @@ def one_cpu_thread(script: Script) -> Iterator[Hit]:
 
 @rule("KS609")
 def buffered_output(script: Script) -> Iterator[Hit]:
-    """Python's output in blocks."""
     step = script.main
     if step is None or "PYTHONUNBUFFERED" in script.scope.variables:
         return
     if "unbuffered" not in (step.srun or {}) and "-u" not in step.texts:
         yield Hit(step.line)
-
-
-@rule("KS610")
-def shared_host_file(script: Script) -> Iterator[Hit]:
-    """A host file with the same name for each job."""
-    for line, row in enumerate(script.rows, 1):
-        if match := HOST_FILE.search(row):
-            yield Hit(line, match[1])

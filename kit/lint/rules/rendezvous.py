@@ -3,96 +3,114 @@
 import difflib
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from kit.lint.options import VARIABLES, number
 from kit.lint.rule import Hit, rule
 from kit.lint.script import Script
-from kit.lint.shell import DOLLAR, LATER, NOW, variables
-from kit.lint.steps import LAUNCHERS, Step
+from kit.lint.shell import Setting, after, variables
+from kit.lint.steps import LAUNCHERS, Step, first_of_each_command
 
 DYNAMIC_RENDEZVOUS = ("c10d", "etcd", "etcd-v2")  # these give each node its rank
-# $(hostname) is another name on each node only where a later shell expands it.
-THIS_HOST = rf"(localhost|127\.0\.0\.\d+)(:.*)?|{LATER}\(hostname\b.*|.*\|\|\s*echo ['\"]?(localhost|127\.).*"
-NODE_LIST = DOLLAR + r"\{?SLURM_(JOB_)?NODELIST\}?(:.*)?"
-HOSTNAME_ADDRESSES = re.compile(r"\bhostname (-I|-i|--(all-)?ip-address(es)?)\b")
+THIS_HOST = re.compile(r"(localhost|127\.0\.0\.\d+)(:.*)?|.*\|\|\s*echo ['\"]?(localhost|127\.).*", re.DOTALL)
+NODE_LIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:.*)?", re.DOTALL)
 # Of releases in which srun does not take over --cpus-per-task, and reads SRUN_CPUS_PER_TASK.
 WITHOUT_CPUS_PER_TASK = ("22.05", "23.02")
-CONDA_HOOK = re.compile(r"conda\.sh|shell\.\w+\W+hook|bashrc|profile\b|module load|^#!.* (-\w*l|--login)")
 
 
-class NodeRank(NamedTuple):
-    """A launcher's option for the node's rank, with a value from Slurm's variables."""
-
-    line: int
-    value: str
-    step: Step
-
-
-def _node_ranks(script: Script, dollar: str, dynamic: bool) -> Iterator[NodeRank]:
-    """Node ranks that NOW or LATER expands, with a dynamic rendezvous or with another one."""
-    if script.nodes == 1:
-        return
-    for step in script.launches:
-        if dynamic != (step.option("rdzv_backend") in DYNAMIC_RENDEZVOUS):
-            continue
+def _node_ranks(script: Script, now: bool) -> Iterator[tuple[Setting, Step]]:
+    """Node ranks from Slurm's variables that the batch shell or a later one expands, each with its launcher."""
+    for step in script.launches if script.nodes != 1 else ():
+        if script.nodes is None and {"if", "elif", "else"} & step.command.inside:
+            continue  # it may be the branch for one node
         for rank in (step.options[name] for name in ("node_rank", "machine_rank") if name in step.options):
-            names = variables(rank.value, dollar)
-            if any(re.match("SLURM_(PROCID|NODEID|LOCALID)", name) for name in names):
-                yield NodeRank(rank.line, rank.value, step)
+            if any(re.match("SLURM_(PROCID|NODEID|LOCALID)", name) for name in rank.references(now)):
+                yield rank, step
+
+
+def _gives_ranks(step: Step) -> bool:
+    return step.option("rdzv_backend") in DYNAMIC_RENDEZVOUS
 
 
 @rule("KS401")
 def rank_of_first_node(script: Script) -> Iterator[Hit]:
-    """A node rank that the batch shell expands, once for all nodes."""
-    yield from (Hit(rank.line, rank.value) for rank in _node_ranks(script, NOW, dynamic=False))
+    for rank, step in _node_ranks(script, now=True):
+        yield Hit(rank.line, rank.value, milder=_gives_ranks(step))
+    yield from _literal_ranks(script)
+    yield from _exported_ranks(script)
 
 
-@rule("KS401b")
-def rank_of_first_node_ignored(script: Script) -> Iterator[Hit]:
-    """The same with a rendezvous that ignores it."""
-    yield from (Hit(rank.line, rank.value) for rank in _node_ranks(script, NOW, dynamic=True))
+def _literal_ranks(script: Script) -> Iterator[Hit]:
+    """Node ranks in digits of a launcher that one srun starts on several nodes."""
+    for step in script.launches:
+        nodes = number((step.srun or {}).get("nodes", "")) or script.nodes or 1
+        if step.srun is None or step.starts_share_of_nodes or nodes == 1 or _gives_ranks(step):
+            continue
+        ranks = (step.options[name] for name in ("node_rank", "machine_rank") if name in step.options)
+        if step.option("nnodes", "num_machines") != "1" and step.srun.get("ntasks") != "1":
+            yield from (Hit(rank.line, f"{rank.name}={rank.value}") for rank in ranks if rank.value.isdecimal())
+
+
+def _exported_ranks(script: Script) -> Iterator[Hit]:
+    """Ranks that the batch shell takes from Slurm's variables and passes to the tasks of a srun in the environment."""
+    steps = [step for step in script.trainings if step.srun is not None and step.program.startswith("python")]
+    if not any((script.nodes or 1) > 1 or (script.tasks_per_node(step) or 1) > 1 for step in steps):
+        return
+    for command in script.code.commands:
+        if all(re.match(r"\w+=", word.text) for word in command.words):  # not exported
+            continue
+        for word in command.words:
+            match = re.match(r"(?:--export=(?:.*,)?)?(RANK|LOCAL_RANK)=", word.text)
+            setting = Setting(match[1], after(word.parts, match.end()), word.line) if match else None
+            names = setting.references(now=True) if setting else []
+            if setting and any(re.fullmatch("SLURM_(PROCID|NODEID|LOCALID)", name) for name in names):
+                yield Hit(setting.line, f"{setting.name}={setting.value}")
 
 
 @rule("KS402")
 def task_rank_as_node_rank(script: Script) -> Iterator[Hit]:
-    """SLURM_PROCID as a node's rank where a node has several tasks."""
-    for rank in _node_ranks(script, LATER, dynamic=False):
-        if "PROCID" in rank.value and (script.tasks_per_node(rank.step) or 1) > 1:
+    for rank, step in _node_ranks(script, now=False):
+        several_tasks = (script.tasks_per_node(step) or 1) > 1
+        if "PROCID" in rank.value and several_tasks and not _gives_ranks(step):
             yield Hit(rank.line, rank.value)
 
 
-def _addresses(script: Script, pattern: str) -> Iterator[Hit]:
-    for setting in script.settings("MASTER_ADDR", "rdzv_endpoint", "master_addr", "main_process_ip"):
-        if re.fullmatch(pattern, setting.value, re.DOTALL):
-            yield Hit(setting.line, setting.value)
+@rule("KS412")
+def rank_without_effect(script: Script) -> Iterator[Hit]:
+    for rank, step in _node_ranks(script, now=False):
+        if _gives_ranks(step):
+            yield Hit(rank.line, "The node rank")
+
+
+def _addresses(script: Script) -> Iterator[Setting]:
+    return script.settings("MASTER_ADDR", "rdzv_endpoint", "master_addr", "main_process_ip")
 
 
 @rule("KS403")
 def node_list_as_address(script: Script) -> Iterator[Hit]:
-    """Slurm's compressed list of nodes as an address."""
-    if script.nodes != 1:
-        yield from _addresses(script, NODE_LIST)
+    for address in _addresses(script):
+        if script.nodes != 1 and NODE_LIST.fullmatch(address.value):
+            yield Hit(address.line, address.value)
 
 
 @rule("KS404")
 def own_host_as_address(script: Script) -> Iterator[Hit]:
-    """An address that is a different machine on each node."""
-    if (script.nodes or 1) > 1:
-        yield from _addresses(script, THIS_HOST)
+    for address in _addresses(script):
+        own_host = THIS_HOST.fullmatch(address.value) or address.later_matches(r"^\$\(hostname\b")
+        if (script.nodes or 1) > 1 and own_host:
+            yield Hit(address.line, address.value)
 
 
-@rule("KS405")
-def address_from_hostname(script: Script) -> Iterator[Hit]:
-    """An address from the hostname program."""
-    for command in script.code.commands:
-        if match := HOSTNAME_ADDRESSES.search(command.text):
-            yield Hit(command.line, match[0])
+@rule("KS417")
+def fixed_host_as_address(script: Script) -> Iterator[Hit]:
+    for address in _addresses(script):
+        host = address.value.rpartition(":")[0] or address.value
+        chosen = script.request.has("nodelist") or THIS_HOST.fullmatch(address.value)
+        if script.nodes != 1 and not chosen and re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", host):
+            yield Hit(address.line, host)
 
 
 @rule("KS406")
 def fixed_port(script: Script) -> Iterator[Hit]:
-    """The same port for each job."""
     if script.request.has("exclusive"):
         return
     for port in script.ports:
@@ -102,36 +120,17 @@ def fixed_port(script: Script) -> Iterator[Hit]:
 
 @rule("KS407")
 def bad_random_port(script: Script) -> Iterator[Hit]:
-    """A random port that may be below 1024, or is a different one on each node."""
     for port in script.ports:
         lowest = re.search(r"shuf\s+-i\s*(\d+)-", port.value)
         privileged = lowest is not None and int(lowest[1]) < 1024
-        plain_random = re.fullmatch(DOLLAR + r"(\{?RANDOM\}?|\(\(\s*\$?RANDOM\s*\)\))", port.value)  # 0 to 32767
-        differs = script.nodes != 1 and re.search(LATER + r"(\{?RANDOM|\(.*(RANDOM|shuf))", port.value)
+        plain_random = re.fullmatch(r"\$(\{?RANDOM\}?|\(\(\s*\$?RANDOM\s*\)\))", port.value)  # 0 to 32767
+        differs = script.nodes != 1 and port.later_matches(r"\$(\{?RANDOM|\(.*(RANDOM|shuf))")
         if privileged or plain_random or differs:
             yield Hit(port.line, port.value)
 
 
-@rule("KS408")
-def fixed_rendezvous_id(script: Script) -> Iterator[Hit]:
-    """The same rendezvous id for each job."""
-    for setting in script.launcher_options("rdzv_id"):
-        if re.fullmatch(r"\w+", setting.value):
-            yield Hit(setting.line, setting.value, found=setting.value)
-
-
-@rule("KS409")
-def assignment_as_program(script: Script) -> Iterator[Hit]:
-    """srun NAME=value program."""
-    for step in script.steps:
-        match = re.match(r"\w+=", step.texts[0])
-        if step.srun is not None and match:
-            yield Hit(step.line, f"{match[0]}...", found=match[0])
-
-
 @rule("KS410")
 def srun_without_cpus(script: Script) -> Iterator[Hit]:
-    """srun of a release that does not take over --cpus-per-task."""
     release_is_affected = script.site.release[:5] in WITHOUT_CPUS_PER_TASK
     one_cpu = script.request.value("cpus-per-task") in ("", "1")
     if not release_is_affected or one_cpu or "SRUN_CPUS_PER_TASK" in script.scope.variables:
@@ -143,7 +142,6 @@ def srun_without_cpus(script: Script) -> Iterator[Hit]:
 
 @rule("KS411")
 def misspelt_variable(script: Script) -> Iterator[Hit]:
-    """A variable SLURM_... that Slurm does not set, and that is similar to one that it sets."""
     known = VARIABLES | {assignment.name for assignment in script.scope.assignments}
     for word in script.words:
         names = {name for name in variables(word.text) if re.match(r"SLURM_\w", name)}
@@ -153,57 +151,25 @@ def misspelt_variable(script: Script) -> Iterator[Hit]:
                 yield Hit(word.line, f"Slurm sets {similar[0]}, not {name}", found=name, replacement=similar[0])
 
 
-@rule("KS412")
-def rank_without_effect(script: Script) -> Iterator[Hit]:
-    """A node's own rank with a rendezvous that ignores it."""
-    yield from (Hit(rank.line, "The node rank") for rank in _node_ranks(script, LATER, dynamic=True))
-
-
 @rule("KS413")
-def standalone_on_several_nodes(script: Script) -> Iterator[Hit]:
-    """--standalone in a launch on several nodes."""
+def standalone(script: Script) -> Iterator[Hit]:
     for step in script.launches:
+        if "standalone" not in step.options:
+            continue
         launched_on = 1
         if step.srun is not None:
             launched_on = number(step.srun.get("nodes", "")) or script.nodes or 1
         nodes = max(number(step.option("nnodes")) or 1, launched_on)
-        if "standalone" in step.options and nodes > 1:
+        if nodes > 1:
             yield Hit(step.line, str(nodes))
-
-
-@rule("KS413b")
-def standalone_with_address(script: Script) -> Iterator[Hit]:
-    """--standalone with an address or a port, which it ignores."""
-    for step in script.launches:
         for name in ("master_port", "rdzv_endpoint"):
-            if "standalone" in step.options and name in step.options:
-                yield Hit(step.line, f"--{name}")
-
-
-@rule("KS414")
-def conda_without_hook(script: Script) -> Iterator[Hit]:
-    """conda activate in a shell that has not read conda's hook."""
-    if CONDA_HOOK.search(script.text):
-        return
-    for step in script.steps:
-        if match := re.match(r"(conda|source|\.) activate\b(?!\S)", step.text):
-            yield Hit(step.line, match[0])
-
-
-@rule("KS415")
-def deprecated_in_pytorch(script: Script) -> Iterator[Hit]:
-    """A launcher or a variable that PyTorch has deprecated."""
-    for step in script.launches:
-        if step.program == "torch.distributed.launch":
-            yield Hit(step.line, step.program)
-    for setting in script.assignments("NCCL_ASYNC_ERROR_HANDLING"):
-        yield Hit(setting.line, f"{setting.name}={setting.value}")
+            if name in step.options:
+                yield Hit(step.line, f"--{name}", milder=True)
 
 
 @rule("KS416")
 def srun_waits_for_failed_task(script: Script) -> Iterator[Hit]:
-    """srun of several tasks without --kill-on-bad-exit, and without a launcher that ends them."""
-    for step in script.trainings:
+    for step in first_of_each_command(script.trainings):
         if step.srun is None or step.program in LAUNCHERS or "kill-on-bad-exit" in step.srun:
             continue
         counts = (step.srun.get("ntasks"), step.srun.get("nodes", str(script.nodes)))

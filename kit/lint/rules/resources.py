@@ -13,7 +13,6 @@ REMOTE = {"ssh", "mpirun", "mpiexec", "pdsh", "clush"}
 
 @rule("KS301")
 def time_limit(script: Script) -> Iterator[Hit]:
-    """No time limit, or a long one without resuming."""
     if not script.request.has("time"):
         yield Hit(1, "There is no --time: the partition's default applies, and backfill cannot start the job early")
     elif script.request.hours > 24 and not script.resumes:
@@ -24,7 +23,6 @@ def time_limit(script: Script) -> Iterator[Hit]:
 
 @rule("KS302")
 def more_than_allocated(script: Script) -> Iterator[Hit]:
-    """A launcher with more ranks than GPUs, or a number of nodes that does not match its copies."""
     for step in script.launches:
         yield from _more_ranks_than_gpus(script, step)
         yield from _wrong_number_of_nodes(script, step)
@@ -51,6 +49,10 @@ def _wrong_number_of_nodes(script: Script, step: Step) -> Iterator[Hit]:
     launchers = nodes
     if nodes and step.srun is not None:
         launchers = nodes * (script.tasks_per_node(step) or wanted or 0)
+    if step.starts_share_of_nodes:  # another srun starts the launchers of the other nodes
+        nodes = launchers = script.nodes
+        if wanted and nodes and wanted < nodes:
+            return
     if not wanted or not launchers or not nodes:
         return
     if wanted > launchers or (step.srun is not None and wanted < nodes):
@@ -59,7 +61,6 @@ def _wrong_number_of_nodes(script: Script, step: Step) -> Iterator[Hit]:
 
 @rule("KS303")
 def several_launchers_on_a_node(script: Script) -> Iterator[Hit]:
-    """srun starts several copies of a launcher on each node."""
     for step in script.launches:
         copies = script.tasks_per_node(step) or 1
         default = "" if step.program == "accelerate" else "1"  # accelerate starts one rank for each GPU
@@ -70,7 +71,6 @@ def several_launchers_on_a_node(script: Script) -> Iterator[Hit]:
 
 @rule("KS304")
 def launcher_without_srun(script: Script) -> Iterator[Hit]:
-    """A launcher for several nodes that only the first node runs."""
     if (script.nodes or 1) <= 1 or _srun_runs_this_script(script):
         return
     for step in script.launches:
@@ -86,7 +86,6 @@ def _srun_runs_this_script(script: Script) -> bool:
 
 @rule("KS305")
 def tasks_without_nodes(script: Script) -> Iterator[Hit]:
-    """--ntasks without --nodes in a job with GPUs."""
     request = script.request
     several = (number(request.value("ntasks")) or 1) > 1
     placed = request.has("nodes", "nodelist", "ntasks-per-node")
@@ -94,35 +93,16 @@ def tasks_without_nodes(script: Script) -> Iterator[Hit]:
         yield Hit(request.line_of("ntasks"), request.value("ntasks"))
 
 
-@rule("KS306")
-def total_of_gpus(script: Script) -> Iterator[Hit]:
-    """--gpus in a job with several nodes."""
-    if script.request.has("gpus") and script.nodes != 1:
-        yield Hit(script.request.line_of("gpus"), script.request.value("gpus"))
-
-
-@rule("KS307")
-def gpus_bound_to_tasks(script: Script) -> Iterator[Hit]:
-    """--gpus-per-task in a job with several tasks."""
-    request = script.request
-    tasks = max(number(request.value(name)) or 1 for name in ("ntasks-per-node", "ntasks"))
-    if request.has("gpus-per-task") and not request.has("gpu-bind") and tasks > 1:
-        yield Hit(request.line_of("gpus-per-task"), request.value("gpus-per-task"))
-
-
 @rule("KS308")
 def visible_devices(script: Script) -> Iterator[Hit]:
-    """CUDA_VISIBLE_DEVICES with a fixed list of GPUs, the same for all programs."""
-    values = {setting.value for setting in script.settings("CUDA_VISIBLE_DEVICES")}
-    if script.request.has("exclusive") or len(values) != 1:
-        return
-    for setting in script.assignments("CUDA_VISIBLE_DEVICES", r"[\d,]+"):
-        yield Hit(setting.line, f"{setting.name}={setting.value}")
+    settings = list(script.settings("CUDA_VISIBLE_DEVICES"))
+    the_same = len({setting.value for setting in settings}) == 1
+    if the_same and not script.request.has("exclusive") and re.fullmatch(r"[\d,]+", settings[-1].value):
+        yield Hit(settings[-1].line, f"{settings[-1].name}={settings[-1].value}")
 
 
 @rule("KS309")
 def no_cpus(script: Script) -> Iterator[Hit]:
-    """GPUs without CPUs."""
     request = script.request
     if request.has_gpus and not request.has("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"):
         yield Hit(min((option.line for option in request.options if "gpu" in option.name + option.value), default=1))

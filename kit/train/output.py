@@ -1,0 +1,58 @@
+"""The output of a rank: what cannot be written, as on a full disk, is dropped, and training goes on."""
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from kit.slurm.folder import RunFolder
+
+
+class LossyFile(io.FileIO):
+    """A file for messages. Neither a write nor closing it raises OSError."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or drop them where that is not possible. Returns the number of bytes."""
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+    def close(self) -> None:
+        """Close the file; NFS may say only now that the disk is full."""
+        try:
+            super().close()
+        except OSError:
+            return
+
+
+def lossy_stream(descriptor: int) -> TextIO:
+    """A text stream to a file descriptor, which stays open; each line is written at once."""
+    buffered: io.BufferedWriter = io.BufferedWriter(LossyFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(buffered, encoding="utf-8", errors="replace", line_buffering=True)
+
+
+def _open_log(path: Path) -> int | None:
+    """A descriptor of a log to append to; None where it cannot be opened."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:
+        return None
+
+
+def redirect_output(run: RunFolder, rank: int) -> TextIO:
+    """Send this process's output to logs/rank-<n>.log. Returns the job's log, for lines that matter to everyone.
+
+    Lines that cannot be written are lost, and nothing is raised.
+    """
+    console = lossy_stream(os.dup(1))
+    path = run.path / "logs" / f"rank-{rank:03}.log"
+    log = _open_log(path)
+    if log is None:
+        print(f"{path} cannot be opened: the output of rank {rank} is in this log.", file=console, flush=True)
+    else:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    sys.stdout, sys.stderr = lossy_stream(1), lossy_stream(2)
+    return console

@@ -1,0 +1,39 @@
+"""`kit.runs`: the table of all runs, with the newest step and loss of each."""
+
+from dataclasses import replace
+
+from kit.errors import KitError
+from kit.slurm import runs as states
+from kit.slurm.run import Run
+from kit.slurm.runs import Progress, RunTable
+from kit.watch.metrics import Metrics
+
+NEWEST = 50  # runs whose log is read, which takes some 10 ms of each
+LOSS = "train/loss"
+POLLS = 3  # a log's end is read by the first
+
+
+def runs(everyone: bool = False) -> RunTable:
+    """The state of this user's runs in ./runs and in each other folder in which this user launched one, newest first.
+
+    With `everyone` those of other users as well. The newest 50 have step and loss. A run whose state cannot be read is
+    shown as UNKNOWN, with the reason as its cause.
+    """
+    found = states.runs(everyone)
+    newest = list(found.states)[:NEWEST]
+    return replace(found, progress={run: progress_of(run) for run in newest})
+
+
+def progress_of(run: Run) -> Progress:
+    """The newest step and training loss in the run's own W&B log."""
+    try:
+        metrics = Metrics(run.path)
+        for _ in range(POLLS):
+            metrics.poll()
+    except (KitError, OSError):
+        return Progress()
+    loss = metrics.last(LOSS)
+    if loss is None:
+        return Progress()
+    steps, _ = metrics.line(LOSS, 2)
+    return Progress(int(steps[-1]), loss)

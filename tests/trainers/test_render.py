@@ -1,0 +1,118 @@
+"""Recipes rendered for other trainers: what their parsers said, what their rows are, and what is refused."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from kit.config.cluster import Cluster
+from kit.config.recipe import Recipe
+from kit.data.handover import Rows, documents, replies, write
+from kit.errors import InputError
+from kit.lint.lint import lint
+from kit.slurm.environment import NOTHING_LEAVES
+from kit.slurm.launch import launch
+from kit.slurm.render import render
+from kit.trainers.catalog import OTHERS
+from tests.trainers.rendered import CASES, HERE, ask, config_lines, render_case
+
+RECORDED = {name: json.loads((HERE / f"{name}.json").read_text()) for name in CASES}
+CACHE = os.environ.get("KIT_TRAINERS", "")
+
+
+@pytest.fixture(scope="module")
+def prepared(smollm2, tmp_path_factory):
+    from kit.data.dataset import prepare
+
+    return prepare(Recipe.load("demo"), tmp_path_factory.mktemp("prepared"), progress=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainers_own_parser_accepted_every_case_in_the_versions_that_the_renderer_knows(name):
+    assert set(RECORDED[name]["cases"]) == set(CASES[name][1])
+    assert {case: said["answer"] for case, said in RECORDED[name]["cases"].items()} == dict.fromkeys(
+        CASES[name][1], "accepted"
+    )
+    assert RECORDED[name]["versions"].items() <= dict(OTHERS[name].KNOWN).items()
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in CASES for case in CASES[name][1]])
+def test_what_is_rendered_is_what_the_parser_accepted(name, case, smollm2, tmp_path):
+    render_case(name, case, tmp_path / case)
+    again = f"python -m tests.trainers.rendered CACHE {name}"
+    recorded = RECORDED[name]["cases"][case]["file"]
+    assert config_lines(tmp_path / case, name) == recorded, f"changed: ask the parser again: {again}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainers_own_parser_accepts_what_is_rendered_now(name, smollm2, tmp_path):
+    if not (Path(CACHE) / name / ".ready").is_file():
+        pytest.skip(f"no environment of {name}: bash env/trainers/{name} CACHE, then set KIT_TRAINERS=CACHE")
+    assert ask(name, CACHE, tmp_path) == RECORDED[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_job_script_sends_nothing_and_the_linter_finds_no_error(name, smollm2, tmp_path):
+    case = next(iter(CASES[name][1]))
+    render_case(name, case, tmp_path / case)
+    script = (tmp_path / case / "job.sbatch").read_text()
+    exported = dict(re.findall(r"^export (\w+)=(\S*)$", script, re.MULTILINE))
+    assert NOTHING_LEAVES.items() <= exported.items() and exported["WANDB_MODE"] == "offline"
+    assert [found for found in lint(script, "job.sbatch") if found.severity == "error"] == []
+
+
+def test_packed_rows_keep_their_labels_and_the_bounds_of_their_documents(prepared, tmp_path):
+    import datasets
+
+    counts = write(prepared, Rows.PACKED, tmp_path / "data")
+    ours, theirs = prepared.rows("train"), datasets.load_from_disk(str(tmp_path / "data"))["train"]
+    assert counts["train"] == len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine["input_ids"], mine["labels"]) == (other["input_ids"], other["labels"])
+        mask = other["attention_mask"]
+        assert [mask.count(number) for number in sorted(set(mask))] == mine["seq_lengths"] and mask == sorted(mask)
+
+
+def test_pairs_encode_to_the_tokens_of_the_documents_and_count_each_reply_once(prepared, tmp_path):
+    from tokenizers import Tokenizer
+
+    write(prepared, Rows.PAIRS, tmp_path / "data")
+    pairs = json.loads((tmp_path / "data" / "val.json").read_text())
+    tokenizer = Tokenizer.from_file(str(prepared.path / "tokenizer" / "tokenizer.json"))
+    wanted = [(ids[:start], ids[start:end]) for ids, labels in documents(prepared, "eval")
+              for start, end in replies(labels)]  # fmt: skip
+    found = [tuple(tokenizer.encode(pair[key]).ids for key in ("instruction", "output")) for pair in pairs]
+    assert found == wanted
+    assert sum(len(reply) for _, reply in found) == prepared.manifest["splits"]["eval"]["loss_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("litgpt", {}, "litgpt cannot express data.packing = true: set it to false"),
+        ("litgpt", {"data.packing": False}, "litgpt runs several ranks only on GPUs, and local has no GPUs"),
+        ("litgpt", {"schedule.scheduler": "linear"}, 'schedule.scheduler = "linear": set it to "cosine"'),
+        ("litgpt", {"data.packing": False, "parallel.gpus_per_node": 1, "tuning.target_modules": ["up_proj"]},
+         "gives all of down_proj, gate_proj, up_proj LoRA, or none"),
+        ("llamafactory", {"parallel.strategy": "zero3"}, 'llamafactory cannot express parallel.strategy = "zero3"'),
+        ("llamafactory", {"model.attention": "varlen"}, 'llamafactory cannot express model.attention = "varlen"'),
+        ("megatrno", {}, "trainer 'megatrno' has no renderer; it must be"),
+    ],
+)  # fmt: skip
+def test_what_a_trainer_cannot_express_is_refused_before_anything_is_written(name, changes, words, smollm2, tmp_path):
+    with pytest.raises(InputError, match=re.escape(words)):
+        render(Recipe.load("demo", **changes), Cluster.load("local"), tmp_path / "out", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_changed(smollm2, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match="exists already and was not changed"):
+        render(Recipe.load("demo"), Cluster.load("local"), tmp_path / "out", "llamafactory")
+
+
+def test_a_launch_of_another_trainers_recipe_names_kit_render(recipe, local):
+    with pytest.raises(InputError, match=r"the recipe names litgpt: `kit render RECIPE OUT` writes"):
+        launch(recipe.override(**{"trainer.name": "litgpt"}), local)
