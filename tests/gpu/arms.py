@@ -91,5 +91,7 @@ ARMS = {
     "losses, now, fp8": Arm("kit", FP8 | COMPILED | LEARNS, layers=6, steps=50),
     "losses, now, eager, FSDP2": Arm("kit", EAGER | FSDP2 | LEARNS, batch=1, gpus=2, layers=6, steps=50),
     "losses, now, compiled, FSDP2": Arm("kit", COMPILED | FSDP2 | LEARNS, batch=1, gpus=2, layers=6, steps=50),
+    "kit launch, q,k,v,o": Arm("launch", steps=24),
+    "kit launch, all linear": Arm("launch", targets=ALL, steps=24),
     "2 GPUs, kit launch, DDP": Arm("launch", gpus=2, steps=16),
 }
