@@ -27,14 +27,14 @@ from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.files import REPOSITORY
 
-STEPS, WARM_UP, LIMIT_S = 4, 2, 150
+STEPS, WARM_UP, LIMIT_S = 6, 2, 100
 WRITING = threading.Lock()
 DOCUMENT = 448  # tokens: the mean of the 100 real OASST conversations, for packed rows
 COLUMNS = (
     "model", "method", "r", "targets", "dropout", "strategy", "sharding", "gpus", "checkpointing", "seq_len", "packing",
     "micro_batch", "grad_accum", "optimizer", "attention", "outcome", "allocated_gib", "reserved_gib", "device_gib",
     "load_gib", "loss_gib", "backward_gib", "optimizer_gib", "held_gib", "leftover_gib", "step_s", "step_low_s",
-    "step_high_s", "card", "torch", "transformers", "trl", "peft", "accelerate",
+    "step_high_s", "card", "torch", "transformers", "trl", "peft", "accelerate", "base", "compile",
 )  # fmt: skip
 CLUSTER = """name = "here"
 [nodes]
@@ -73,7 +73,7 @@ def described(case: dict[str, Any]) -> dict[str, Any]:
         "dropout": t.dropout * lora, "strategy": p.strategy if case["gpus"] > 1 else "none", "sharding": p.sharding,
         "gpus": case["gpus"], "checkpointing": p.activation_checkpointing, "seq_len": d.seq_len, "packing": d.packing,
         "micro_batch": k.micro_batch, "grad_accum": k.grad_accum, "optimizer": k.optimizer,
-        "attention": recipe.model.attention,
+        "attention": recipe.model.attention, "base": recipe.model.base, "compile": recipe.parallel.compile,
     }  # fmt: skip
 
 
@@ -155,8 +155,11 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PreTrainedTokenizerFast, TrainerCallback
 
+    from kit.train import attention
     from kit.train import trainer as train
 
+    attention.register()
+    torch._dynamo.reset()  # code that was compiled for earlier cases
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     leftover = torch.cuda.memory_allocated()  # of an earlier case in this process, in every figure of this one
