@@ -122,7 +122,8 @@ def test_few_files_at_the_top_of_kit():
 
 # Dependencies
 
-PARTS = {"pydantic_core": "pydantic"}  # imported names that belong to a declared package, which pins their version
+# Imported names that belong to a declared package, which pins their version, or that brings them.
+PARTS = {"pydantic_core": "pydantic", "kvikio": "kvikio-cu13"}
 
 
 def requirement_names(requirements):

@@ -45,7 +45,7 @@ def sample(method: str, path: str, state: str, device: str) -> dict[str, Any]:
         torch.empty(1, device=device)
     rank, world = join(device)
     request = LoadRequest(read_headers(Path(path)), Path(path), rank, world, device)
-    (loader,) = loaders_for(request.weights.format, [method])
+    (loader,) = loaders_for(request.weights.format, [method], device)
     importlib.import_module(loader.package)
     (pagecache.evict if state == "cold" else pagecache.warm)(request.weights.files)
     residency = pagecache.residency(request.weights.files)

@@ -2,8 +2,9 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from kit import figures
 from kit.checkpoints.formats.base import Weights, join_messages
 from kit.checkpoints.load_sample import RankSample
-from kit.checkpoints.loaders import loaders_for
+from kit.checkpoints.loaders import left_out, loaders_for
 from kit.checkpoints.processes import fresh_ranks
 from kit.checkpoints.storage import PlainReads, mount
 from kit.checkpoints.weights import read_headers
@@ -80,14 +81,22 @@ class LoadTime:
 
 @dataclass(frozen=True)
 class LoadTimes(Result):
-    """Load times by path, method and number of ranks; a note says why there are none."""
+    """Load times by path, method and number of ranks; a note says why there are none.
+
+    left_out: the methods that this machine cannot use, with the reason.
+    """
 
     methods: tuple[LoadTime, ...]
     note: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `kit checkpoint time --json` prints."""
-        return {"methods": [asdict(time) for time in self.methods], "separable": self.separable()}
+        return {
+            "methods": [asdict(time) for time in self.methods],
+            "separable": self.separable(),
+            "left_out": dict(self.left_out),
+        }
 
     def parts(self) -> Iterable[Part]:
         """A figure of medians and ranges, a table, and which methods the ranges separate."""
@@ -97,6 +106,7 @@ class LoadTimes(Result):
         yield self.figure()
         yield Table.of([self._row(name, time) for name, time in self.names().items()])
         yield from self.separable()
+        yield from (f"{name}: {reason}." for name, reason in self.left_out.items())
 
     def _row(self, name: str, time: LoadTime) -> dict[str, Any]:
         low, high = time.gb_s_range
@@ -188,7 +198,7 @@ def time_load(
     cases = [
         _Case(one, loader.name, world)
         for one in paths
-        for loader in loaders_for(weights[one].format, methods)
+        for loader in loaders_for(weights[one].format, methods, device)
         for world in ranks
     ]
     samples: dict[_Case, list[list[RankSample]]] = {case: [] for case in cases}
@@ -212,7 +222,8 @@ def time_load(
         tuple(
             summarize(weights[case.path], case.path, case.method, device, taken, references[case.path])
             for case, taken in samples.items()
-        )
+        ),
+        left_out={} if methods else ChainMap(*(left_out(weights[one].format, device) for one in paths)),
     )
 
 

@@ -165,8 +165,29 @@ def test_a_method_that_is_not_installed_names_its_package():
     missing = [name for name in ("fastsafetensors", "runai-model-streamer") if name not in installed]
     if not missing:
         pytest.skip("both optional loaders are installed here")
-    with pytest.raises(InputError, match=f"{missing[0]} is not available here: run `pip install {missing[0]}`"):
+    with pytest.raises(
+        InputError, match=f"{missing[0]} is not available here: not installed: run `pip install {missing[0]}`"
+    ):
         loaders_for("safetensors", missing)
+
+
+def test_methods_that_this_machine_cannot_use_are_named_with_the_reason(model_file):
+    found = loadtime.time_load(model_file, repeats=1)
+    assert found.left_out == loaders.left_out("safetensors") == found.as_dict()["left_out"]
+    assert not {time.method for time in found.methods} & found.left_out.keys()
+    for name, reason in found.left_out.items():
+        assert f"{name}: {reason}." in list(found.parts())
+    expected = {"kvikio, GPUDirect", "kvikio, POSIX", "instanttensor"}  # for GPUs
+    assert expected <= found.left_out.keys()
+    with pytest.raises(InputError, match="kvikio, GPUDirect is not available here: "):
+        loadtime.time_load(model_file, ["kvikio, GPUDirect"])
+
+
+def test_a_method_for_gpus_refuses_the_cpu():
+    (loader,) = (one for one in loaders.all_loaders() if one.name == "instanttensor")
+    installed = dataclasses.replace(loader, package="torch")
+    assert installed.unavailable() == "it loads to cuda only: add --device cuda"
+    assert installed.unavailable("cuda") == ""
 
 
 def test_every_loader_has_its_own_name_and_every_format_has_a_loader():

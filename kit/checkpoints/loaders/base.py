@@ -29,18 +29,24 @@ class LoadRequest:
 class Loader:
     """One way to load.
 
-    name: as `kit checkpoint time --method` takes it. formats: those that it reads. package: what must be importable.
-    load: returns or yields the tensors; a loader that reads a part on each rank yields the rank's own. It may return
-    before the bytes are in memory: the caller touches them.
+    name: as `kit checkpoint time --method` takes it. formats: those that it reads. package: what must be importable;
+    install: its name for pip, where that is another one. load: returns or yields the tensors; a loader that reads a
+    part on each rank yields the rank's own. It may return before the bytes are in memory: the caller touches them.
+    devices: where it can put them. hindered: why this machine cannot use the installed package; empty if it can.
     """
 
     name: str
     formats: frozenset[str]
     load: Callable[[LoadRequest], Iterable[Any]]
     package: str = "torch"
+    install: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    hindered: Callable[[], str] = str
 
-    def unavailable(self) -> str:
-        """Why the loader cannot be used on this machine; empty if it can."""
-        if importlib.util.find_spec(self.package):
-            return ""
-        return f"run `pip install {self.package.replace('_', '-')}`"
+    def unavailable(self, device: str = "cpu") -> str:
+        """Why the loader cannot load to the device on this machine; empty if it can."""
+        if not importlib.util.find_spec(self.package):
+            return f"not installed: run `pip install {self.install or self.package.replace('_', '-')}`"
+        if device not in self.devices:
+            return f"it loads to {' or '.join(self.devices)} only: add --device {self.devices[0]}"
+        return self.hindered()
