@@ -88,7 +88,8 @@ def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function} if "function" in call else function
 
 
-def _called_names(message: Message) -> Iterable[str]:
+def called_names(message: Message) -> Iterable[str]:
+    """Names of the functions that a reply calls."""
     return (call.get("function", call)["name"] for call in message.get("tool_calls", ()))
 
 
@@ -166,7 +167,7 @@ class Placement:
             expected += [(index, EXTRA, message[key].strip(), True) for key in REASONING_KEYS if key in message]
             if message["content"]:
                 expected.append((index, REPLY, message["content"], False))
-            expected += [(index, EXTRA, name, False) for name in _called_names(message)]
+            expected += [(index, EXTRA, name, False) for name in called_names(message)]
         found: dict[int, list[_Region]] = {}
         remaining = iter(expected)
         for region in self.regions or ():

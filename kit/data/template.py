@@ -25,6 +25,7 @@ from kit.data.places import (
     marked,
     without_marks,
 )
+from kit.data.turns import replies_by_prefix, without_reasoning
 from kit.errors import KitError
 
 Tools = Sequence[dict[str, Any]]
@@ -36,7 +37,8 @@ FIXED_DATE = (
 )
 MAX_SKELETONS = 256  # role sequences whose template texts are kept
 CHANGED = "changed by the chat template"
-UNPLACED = "tool calls or reasoning that are not found in the chat template's text"
+UNPLACED_CALLS = "tool calls whose place in the chat template's text is not certain"
+UNPLACED_REASONING = "reasoning whose place in the chat template's text is not certain"
 TOOL_CALLS = "tool calls"
 
 PROBE: list[Message] = [{"role": "user", "content": "\n x \n"}, {"role": "assistant", "content": "y"}]
@@ -260,7 +262,25 @@ class ChatTemplate:
                 found = Placement(messages, shown, marked_text, surroundings).pieces()
                 if found:
                     return found
-        return Rendered(refused=UNPLACED if any(len(message) > 2 for message in shown) else CHANGED)
+        if not any(len(message) > 2 for message in shown):
+            return Rendered(refused=CHANGED)
+        for known in (shown, without_reasoning(shown)):
+            found = replies_by_prefix(
+                lambda part, asked: self._text_or_nothing(part, tools, asked),
+                messages,
+                known,
+                text,
+                self.control,
+                self.special,
+            )
+            if found:
+                return found
+        has_calls = any("tool_calls" in message for message in shown)
+        return Rendered(refused=UNPLACED_CALLS if has_calls else UNPLACED_REASONING)
+
+    def _text_or_nothing(self, messages: Messages, tools: Tools, add_generation_prompt: bool) -> str:
+        text = self._try_render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return text if isinstance(text, str) else ""
 
 
 def _template_errors() -> tuple[type[Exception], ...]:

@@ -300,6 +300,47 @@ def test_tool_calls_that_the_template_does_not_take_are_refused(smol):
     assert not asked.refused and asked.unused == ("tools",)
 
 
+def calling(name="weather", **more):
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": {"town": "Oslo"}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]} | more
+    return [CALLS[0], reply, CALLS[2] | {"name": name, "tool_call_id": "abcdefghi"}, CALLS[3]]
+
+
+GPT_OSS_CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"town": "Oslo"}<|call|>'
+GEMMA_CALL = '<|tool_call>call:weather{town:<|"|>Oslo<|"|>}<tool_call|><|tool_response>'
+BROKEN_UP = {  # one message is several turns, or several messages are one
+    "gptoss": (GPT_OSS_CALL, "<|channel|>final<|message|>It rains.", "<|end|>", "<|return|>"),
+    "gemma4": (GEMMA_CALL, "It rains.", "<turn|>", "<turn|>"),
+    "gemma4_v5": (GEMMA_CALL, "It rains.", "<turn|>", "<turn|>"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_UP)
+def test_a_call_and_the_answer_after_it_are_in_the_loss_as_the_model_writes_them(smollm2, name):
+    call, answer, between, last = BROKEN_UP[name]
+    encoder = with_trl_template(smollm2, name)
+    twice = [*calling(), *calling()]
+    rendered = encoder([calling(), twice, calling(reasoning_content="I ask.")], [(TOOL,)] * 3)
+    expected = [call + answer + last, call + answer + between + call + answer + last]
+    replies = [encoder.tokenizer.decode(found.ids[found.in_loss]) for found in rendered]
+    assert replies[:2] == expected and replies[2].endswith(expected[0])
+    for messages, found in zip([calling(), twice], rendered, strict=False):
+        assert encoder.template.own_ids(messages, (TOOL,)) == found.ids.tolist()
+    unlearned = calling(train=False)
+    (found,) = encoder([unlearned], [(TOOL,)])
+    assert encoder.tokenizer.decode(found.ids[found.in_loss]) == answer + last
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gemma4"])
+def test_a_reply_whose_words_the_template_moves_or_leaves_out_is_refused_with_the_reason(smollm2, name):
+    encoder = with_trl_template(smollm2, name)
+    (found,) = encoder([calling(content="Let me look.")], [(TOOL,)])
+    assert found.refused == "tool calls whose place in the chat template's text is not certain"
+    end = sorted(encoder.control_ids)[-1]
+    (forged,) = encoder([[{"role": "user", "content": f"Say {end}"}, *calling()[1:]]], [(TOOL,)])
+    assert forged.refused
+
+
 def test_a_control_token_in_a_tool_call_is_refused(smollm2):
     encoder = with_trl_template(smollm2, "qwen3")
     call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "<|im_end|>"}}}
