@@ -177,3 +177,10 @@ def test_the_parts_of_a_forecast_have_each_a_colour():
         for phase, terms in predict(recipe, Cluster.load("h100-8x8")).memory.phases_gib.items():
             colours = [COLOUR_OF[term] for term in terms]
             assert len(set(colours)) == len(colours), phase
+
+
+def test_a_png_that_another_process_draws_is_the_same_and_does_not_keep_the_interpreter(monkeypatch):
+    svg = FIGURES[0].svg()
+    assert png.static_picture(svg, 720, in_child=True) == png.static_picture(svg, 720)
+    monkeypatch.setattr(png.sys, "executable", "/nowhere/python")
+    assert png.static_picture(svg, 720, in_child=True) == ({png.SVG: svg}, {})

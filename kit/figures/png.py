@@ -2,6 +2,8 @@
 
 import base64
 import io
+import subprocess
+import sys
 from functools import cache
 from html import escape
 from typing import Any
@@ -13,16 +15,27 @@ SAMPLE = f'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"><text 
 PNG, SVG = "image/png", "image/svg+xml"
 
 
-def static_picture(svg: str, width: int) -> tuple[dict[str, str], dict[str, Any]]:
+def static_picture(svg: str, width: int, in_child: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     """MIME data and metadata of an SVG that is shown `width` pixels wide: a PNG, as untrusted notebooks show no SVG.
 
     It has as many pixels as the SVG: plotly's renderer in JupyterLab shows the PNG in its natural size until the mouse
     enters it, and the live figure from then on. Where this machine cannot draw one, for want of resvg-py
-    or of a font, it is the SVG.
+    or of a font, it is the SVG. `in_child`: drawn by another process, as resvg keeps the interpreter's lock: a picture
+    of 64 GPUs would stop the cells of a notebook for 0.3 s.
     """
-    if not can_draw_text():
+    picture = (_draw_in_child(svg) if in_child else draw(svg)) if can_draw_text() else b""
+    if not picture:
         return {SVG: svg}, {}
-    return {PNG: base64.b64encode(draw(svg)).decode()}, {PNG: {"width": width}}
+    return {PNG: base64.b64encode(picture).decode()}, {PNG: {"width": width}}
+
+
+def _draw_in_child(svg: str) -> bytes:
+    """The PNG, or nothing where the process failed, as on a machine without free memory."""
+    command = [sys.executable, "-P", __file__]  # as a file: the child needs no other module of this package
+    try:
+        return subprocess.run(command, input=svg.encode(), capture_output=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""
 
 
 def img(svg: str, title: str) -> str:
@@ -50,3 +63,7 @@ def can_draw_text() -> bool:
         return draw(SAMPLE) != draw(SAMPLE.replace("kit", ""))
     except ImportError:
         return False
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(draw(sys.stdin.buffer.read().decode()))

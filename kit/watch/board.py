@@ -12,7 +12,7 @@ from typing import Any
 from kit import files
 from kit.errors import InputError
 from kit.figures.base import PLOTLY
-from kit.figures.png import static_picture
+from kit.figures.png import SVG, static_picture
 from kit.show import Part, Result, in_lab
 from kit.slurm.run import Run
 from kit.watch import panels, picture
@@ -186,7 +186,7 @@ class Board(Result):
             _in_cell[cell] = self
         else:
             self._settle()
-        self._outputs.add(live=bool(cell))
+        self._outputs.add(live=bool(cell), quick=bool(cell) and not self.ended)
         self._wake.set()
 
     def wait(self, timeout: float | None = None) -> str:
@@ -268,15 +268,16 @@ class Board(Result):
     def _svg(self, note: str = "") -> str:
         return picture.svg(self._headers(), self._warnings(), self._charts(), heat_maps(self.runs, self.view), note)
 
-    def _mime_data(self) -> MimeData:
-        """What a cell shows, from what is known now."""
+    def _mime_data(self, quick: bool = False) -> MimeData:
+        """What a cell shows, from what is known now; `quick`: without a PNG, which takes half a second."""
         static = not self._lab and not all(run.over for run in self.runs)
         missing = (
             STATIC.format(f"{self._missing}; pip install anywidget, and restart the kernel") if self._missing else ""
         )
         note = missing or (NO_CELL if static else "")
         text = "\n".join([*map(str, self._parts()), *([note] if note else [])])
-        drawn, metadata = static_picture(self._svg(note), picture.WIDTH)
+        svg = self._svg(note)
+        drawn, metadata = ({SVG: svg}, {}) if quick else static_picture(svg, picture.WIDTH, in_child=self._lab)
         figure = self._figure() if all(run.over for run in self.runs) else {}
         return {**figure, **drawn, "text/plain": text}, metadata
 
@@ -342,7 +343,7 @@ class Board(Result):
             except ImportError as error:
                 self._missing = f"the kernel has no package {error.name}"
                 self._outputs.give_up_live()
-        self._outputs.redraw(only_if_due=True)
+        self._outputs.refresh_pictures()
         if not any(run.catching_up for run in self.runs):
             self._write_page(only_if_due=True)
         self._failure = ""

@@ -6,14 +6,14 @@ live.
 """
 
 import itertools
-import math
-import time
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kit.watch.background import Background
 from kit.watch.display import publish
 from kit.watch.picture import delta
 from kit.watch.view import View
@@ -26,38 +26,41 @@ MimeData = tuple[dict[str, Any], dict[str, Any]]
 
 
 class CellOutputs:
-    """The outputs of one board. `picture` makes MIME data with metadata; `on_view` gets the view that was chosen."""
+    """The outputs of one board. `picture` makes MIME data with metadata; `on_view` gets the view that was chosen.
 
-    def __init__(self, picture: Callable[[], MimeData], on_view: Callable[[View], None]) -> None:
+    `picture(True)` is one that is ready at once, for a cell that gets the widget a moment later.
+    """
+
+    def __init__(self, picture: Callable[[bool], MimeData], on_view: Callable[[View], None]) -> None:
         self._picture, self._on_view = picture, on_view
+        self._drawing = threading.Lock()
+        self._pictures = Background(self.redraw, PICTURE_INTERVAL)
         self._displays: list[str] = []  # ids of the pictures
         self._live: list[str] = []  # ids of the outputs for the widget
         self._without_widget: list[str] = []
         self._widget: Any = None
         self._sent: dict[str, Any] = {}  # what the widget knows
         self._count = itertools.count()
-        self._drawn = -math.inf  # time of the newest picture
 
     @property
     def is_live(self) -> bool:
         """Whether some cell shows the widget, or waits for it."""
         return bool(self._live)
 
-    def add(self, live: bool) -> None:
+    def add(self, live: bool, quick: bool) -> None:
         """Show the board in the running cell; `live`: with the widget, which the next update brings."""
         display = uuid.uuid4().hex
-        publish(display, *self._picture())
+        publish(display, *self._picture(quick))
         self._displays.append(display)
-        self._drawn = time.monotonic()
+        self._pictures = Background(self.redraw, PICTURE_INTERVAL)  # soon again: so far nothing may have been read
         if live:
-            self._drawn = -math.inf  # soon again: so far nothing may have been read
             publish(f"{display}-live", NOTHING)
             self._live.append(f"{display}-live")
             self._without_widget.append(f"{display}-live")
 
     def show_once(self) -> None:
         """Show the picture in the running cell, where it stays as it is."""
-        publish(uuid.uuid4().hex, *self._picture())
+        publish(uuid.uuid4().hex, *self._picture(False))
 
     def update(self, now: dict[str, Any], view: View) -> None:
         """Send the widget what is new. It is made here, in the board's thread, as its library takes time to load."""
@@ -76,15 +79,20 @@ class CellOutputs:
     def give_up_live(self) -> None:
         """Show only pictures from now on, and a new one at once."""
         self._live, self._without_widget = [], []
-        self._drawn = -math.inf
+        self._pictures = Background(self.redraw, PICTURE_INTERVAL)
 
-    def redraw(self, only_if_due: bool = False) -> None:
+    def refresh_pictures(self) -> None:
+        """Draw the pictures anew where they are due, in another thread; raises what it raised the last time."""
+        self._pictures.refresh()
+        if self._pictures.error:
+            raise self._pictures.error
+
+    def redraw(self) -> None:
         """Draw the pictures anew."""
-        if only_if_due and time.monotonic() - self._drawn < PICTURE_INTERVAL:
-            return
-        self._drawn = time.monotonic()
-        for display in self._displays:
-            publish(display, *self._picture(), update=True)
+        with self._drawing:  # so that the last one is never replaced by one that was begun before it
+            picture = self._picture(False) if self._displays else ({}, {})
+            for display in self._displays:
+                publish(display, *picture, update=True)
 
     def close(self) -> None:
         """Draw the last pictures, and empty the widget's outputs, which cannot be shown without its model."""

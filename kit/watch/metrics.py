@@ -107,8 +107,7 @@ class Store:
 
     def add_samples(self, samples: Iterable[Any]) -> int:
         """Add samples of kit.train.sampler; returns how many were invalid. A reading that is null has no point."""
-        steps: dict[Reading, array[float]] = {}
-        values: dict[Reading, array[float]] = {}
+        columns: dict[Reading, tuple[array[float], array[float]]] = {}
         invalid = 0
         for sample in samples:
             try:
@@ -120,10 +119,13 @@ class Store:
                 self._drop_wandb_samples()
             self.nodes[host] = max(moment, self.nodes.get(host, 0.0))
             for reading, value in readings.items():
-                steps.setdefault(reading, array("d")).append(moment)
-                values.setdefault(reading, array("d")).append(value)
-        for reading in steps:
-            self._add(reading, steps[reading], values[reading])
+                if reading not in columns:
+                    columns[reading] = array("d"), array("d")
+                steps, values = columns[reading]
+                steps.append(moment)
+                values.append(value)
+        for reading, (steps, values) in columns.items():
+            self._add(reading, steps, values)
         return invalid
 
     def _drop_wandb_samples(self) -> None:

@@ -66,6 +66,7 @@ class Forecast:
     step_s: float = 0.0
     mfu_per_token_s: float = 0.0  # model FLOPs utilisation (0 to 1) at one token a second of all ranks
     mfu: float = 0.0
+    links_s: float = 0.0  # by how much communication makes a step longer
 
 
 def forecast_of(run: Run) -> Forecast:
@@ -80,7 +81,10 @@ def forecast_of(run: Run) -> Forecast:
         return Forecast()
     tokens_per_s = (found.tokens_per_s_per_gpu or 0.0) * recipe.world_size
     mfu = (found.mfu or 0.0) / tokens_per_s if tokens_per_s else 0.0
-    return Forecast(found.optimizer_steps or 0, found.step_s or 0.0, mfu, found.mfu or 0.0)
+    step_s = found.step_s or 0.0
+    alone_s = math.hypot(found.compute_s or 0.0, found.host_s or 0.0)  # as the forecast adds up what overlaps
+    links_s = max(0.0, step_s - alone_s) if recipe.world_size > 1 else 0.0
+    return Forecast(found.optimizer_steps or 0, step_s, mfu, found.mfu or 0.0, links_s)
 
 
 class RunStatus:

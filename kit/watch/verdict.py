@@ -1,4 +1,8 @@
-"""What the GPUs of a run wait for, from the waits that training logs (kit.train.pace) and the GPUs' utilisation."""
+"""What the GPUs of a run wait for, from the waits that training logs (kit.train.pace) and the GPUs' utilisation.
+
+Communication is not measured: collectives overlap with compute on the GPU, and NVML counts their kernels as busy. So
+its seconds are those of the forecast, and at most those in which the host waited for its GPU.
+"""
 
 import math
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ class Cause(StrEnum):
     DATA = "data"
     HOST = "the host, which starts kernels more slowly than the GPUs run them"
     RANK = "the slowest rank"
+    LINKS = "communication, as forecast"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ def verdict(run: RunStatus) -> Verdict | None:
     busy = _busy(run)
     gpu, ranks, slowest = (_newest(run, name) for name in ("wait_gpu_s", "wait_ranks_s", "slowest_rank"))
     waits = {Cause.DATA: data, Cause.RANK: ranks or 0.0}
+    if links_s := run.forecast.links_s:
+        waits[Cause.LINKS] = links_s if gpu is None else min(links_s, gpu)
     if gpu is not None and gpu < SHARE * step_s and busy < BUSY:
         waits[Cause.HOST] = max(0.0, (1 - busy / 100) * step_s - data)
     return Verdict(step_s, waits, -1 if slowest is None else int(slowest), busy)

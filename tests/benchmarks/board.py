@@ -47,6 +47,19 @@ for step in range(100_000):
     print(time.time(), flush=True)
     time.sleep(0.02)
 """
+# How late each turn of the page's event loop is, in ms, and when lines and the heat map of the board are drawn.
+PAGE_BEAT = """() => { window.late = []; let last = performance.now();
+  const pressed = e => { if (e.key === "Enter" && e.ctrlKey) window.pressed = performance.now(); };
+  addEventListener("keydown", pressed, true);
+  const beat = () => { const now = performance.now();
+    window.late.push(Math.max(0, now - last - 4)); last = now; setTimeout(beat, 4); };
+  beat();
+  const look = () => { const board = document.querySelector(".kit-board");
+    if (board?.querySelector(".map image") && board.querySelector("path[stroke-linejoin]"))
+      window.painted = performance.now();
+    else requestAnimationFrame(look); };
+  look(); }"""
+ALL_READ = "() => !document.querySelector('.kit-board .status').textContent.includes('still to read')"
 FLUSH = {"WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1"}
 
 
@@ -163,47 +176,87 @@ def feed(folder, hosts=8, gpus=8):
 
 
 def day_of_64_gpus(seconds=86_400):
-    """A day of 64 GPUs that is there already: first paint, bytes of the updates, and the event loop meanwhile."""
+    """A day of 64 GPUs that is there already, in a kernel and in a browser: first paint, updates, and threads held."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "run")
         write_day(folder, seconds=seconds)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         process = feed(folder)
-        manager, client = start_new_kernel()
         try:
-            ask(client, BEAT, "1")
-            time.sleep(5)
-            idle, start = late(client, "2"), time.perf_counter()
-            ask(client, f"board = kit.watch.board.watch({str(folder)!r}); board", "3")
-            hear(client, drawn)
-            painted = time.perf_counter() - start
-            read_after, sizes = None, []
-            end = time.perf_counter() + 150
-            while time.perf_counter() < end:
-                message = client.get_iopub_msg(timeout=60)
-                data = message["content"].get("data", {})
-                state = data.get("state", {}) if message["msg_type"] == "comm_msg" else {}
-                if "delta" in state:
-                    sizes.append(len(json.dumps(state)) / 1e3)
-                    reading = "still to read" in state["delta"]["runs"][0]["status"]
-                    read_after = read_after or (None if reading else time.perf_counter() - start)
-                    end = min(end, start + 20 + (read_after or 1e9))
-            busy = late(client, "4")
-            ask(client, "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)", "5")
-            memory = hear(client, lambda m: m["msg_type"] == "stream")["content"]["text"]
+            kernel = day_in_kernel(folder)
+            page = day_in_browser(Path(place), folder)
         finally:
-            client.stop_channels()
-            manager.shutdown_kernel(now=True)
             process.terminate()
             process.wait()
+    return {"files_mb": size // 1_000_000} | kernel | {"browser": page}
+
+
+def day_in_kernel(folder):
+    """First paint, bytes of updates until twenty seconds after all is read, and the kernel's event loop meanwhile."""
+    manager, client = start_new_kernel()
+    try:
+        ask(client, BEAT, "1")
+        time.sleep(5)
+        idle, start = late(client, "2"), time.perf_counter()
+        ask(client, f"board = kit.watch.board.watch({str(folder)!r}); board", "3")
+        hear(client, drawn)
+        painted = time.perf_counter() - start
+        cell = late(client, "4")["max"]
+        read_after, sizes = None, []
+        end = time.perf_counter() + 400
+        while time.perf_counter() < end:
+            message = client.get_iopub_msg(timeout=60)
+            data = message["content"].get("data", {})
+            state = data.get("state", {}) if message["msg_type"] == "comm_msg" else {}
+            if "delta" in state:
+                sizes.append(len(json.dumps(state)) / 1e3)
+                reading = "still to read" in state["delta"]["runs"][0]["status"]
+                read_after = read_after or (None if reading else time.perf_counter() - start)
+                end = min(end, start + 20 + (read_after or 1e9))
+        busy = late(client, "5")
+        ask(client, "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)", "6")
+        memory = hear(client, lambda m: m["msg_type"] == "stream")["content"]["text"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
     return {
-        "files_mb": size // 1_000_000,
         "first_paint_s": round(painted, 2),
+        "cell_s": round(cell / 1e3, 2),
         "read_after_s": round(read_after or -1, 1),
         "update_kb": spread(sizes),
         "event_loop_late_ms": busy,
         "event_loop_late_ms_undisturbed": idle,
         "peak_memory_mb": int(memory) // 1000,
+    }
+
+
+def day_in_browser(place, folder):
+    """From the key that runs the cell to the heat map and curves on the page, and how late the page's thread was."""
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=test_browser.CHROMIUM, args=["--no-sandbox"])
+        lab = test_browser.Lab(place / "lab", chromium)
+        page = lab.open("day", "import kit\nkit.watch", f"board = kit.watch({str(folder)!r})\nboard")
+        test_browser.begin(page, 0)
+        page.wait_for_selector(".jp-CodeCell >> nth=0 >> text=/\\[1\\]:/")
+        page.evaluate(PAGE_BEAT)
+        page.wait_for_timeout(10_000)
+        idle = page.evaluate("window.late.splice(0)")
+        test_browser.begin(page, 1)
+        page.wait_for_function("() => window.painted")
+        painted = page.evaluate("(window.painted - window.pressed) / 1000")
+        start = page.evaluate("window.late.splice(0)")
+        page.wait_for_function(ALL_READ, timeout=300_000)
+        read = page.evaluate("window.late.splice(0)")
+        page.wait_for_timeout(30_000)
+        live = page.evaluate("window.late.splice(0)")
+        chromium.close()
+        lab.close()
+    return {
+        "first_paint_s": round(painted, 2),
+        "late_ms_undisturbed": spread(idle),
+        "late_ms_first_paint": spread(start),
+        "late_ms_while_reading": spread(read),
+        "late_ms_live": spread(live),
     }
 
 

@@ -551,11 +551,14 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         assert view not in alone["data"]
         assert NO_CELL in alone["data"]["text/plain"]
         (_, picture), (_, live), *_ = shown(client, "board", "cell-1")
-        assert "image/png" in picture["data"]
+        assert "image/svg+xml" in picture["data"]
         assert NO_CELL not in picture["data"]["text/plain"]
         said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
         (made,) = [content for kind, content in said if view in content["data"]]
         assert made["transient"] == live["transient"]
+        assert any(
+            "image/png" in content["data"] and content["transient"] == picture["transient"] for _, content in said
+        )
         last = shown(client, "board.finish()", "cell-3", everyone=True)
         emptied = [content["transient"] for _, content in last if content["data"] == {"text/plain": ""}]
         assert live["transient"] in emptied

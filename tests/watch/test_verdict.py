@@ -1,11 +1,15 @@
 """What the board says that GPUs wait for."""
 
+import shutil
 import time
 
 import pytest
 
+import kit
+from kit import files
+from kit.slurm.run import Run
 from kit.watch.board import watch
-from kit.watch.status import RunStatus
+from kit.watch.status import Forecast, RunStatus, forecast_of
 from kit.watch.verdict import Cause, verdict
 from tests.watch.test_board import cut_exit_record, line, log, steps
 
@@ -40,6 +44,28 @@ def run_of(folder, util=98.0, **changed):
 )  # fmt: skip
 def test_the_verdict_names_the_cause_and_its_seconds(tmp_path, util, changed, text):
     assert str(verdict(run_of(tmp_path, util, **changed))) == text
+
+
+@pytest.mark.parametrize(
+    ("changed", "seconds"),
+    [({"wait_gpu_s": 6.0}, "1.5 s"), ({"wait_gpu_s": 1.0}, "1 s"), ({}, "1.5 s")],
+)
+def test_communication_has_the_seconds_of_the_forecast_but_no_more_than_the_gpu_was_waited_for(
+    tmp_path, changed, seconds
+):
+    run = run_of(tmp_path, **changed)
+    run.forecast = Forecast(links_s=1.5)
+    assert str(verdict(run)) == f"of each step of 8 s, {seconds} for communication, as forecast: waiting"
+
+
+def test_the_forecast_of_a_run_over_a_slow_link_has_seconds_of_communication(tmp_path):
+    shipped = {"recipe": "recipes/llama405b-oasst2", "cluster": "clusters/two-node-pcie"}
+    for name, path in shipped.items():
+        shutil.copy(files.REPOSITORY / "env" / f"{path}.toml", tmp_path / f"{name}.toml")
+    (tmp_path / "run.json").write_text('{"job_id": "1"}')
+    run = Run(tmp_path)
+    predicted = kit.predict(run.recipe, run.cluster).time
+    assert 0 < forecast_of(run).links_s < min(predicted.step_s, predicted.communication_s)
 
 
 def test_several_causes_come_in_order_of_their_seconds(tmp_path):
