@@ -47,6 +47,8 @@ class Survey(Result):
         rows = [(place, f.name, f.value, f.problem) for place, found in self.places.items() for f in found if f.problem]
         marks = dict.fromkeys(range(len(rows)), "bad")
         title = "Problems" if rows else "No problem was found."
+        if not rows and not any("usable" in finding.facts for finding in self.places[SLURM]):
+            title += " Slurm does not answer here: runs start on this machine."
         return Table(("place", "what", "value", "what to do"), rows, title, marks)  # type: ignore[arg-type]
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from kit.data.encode import IGNORE
 from kit.show import Part, Result, count
 
-IN_LOSS_STYLE = "background:#dbeafe;color:#1d4ed8"
+IN_LOSS_STYLE = "background:rgba(0, 114, 178, 0.25)"  # on a light and on a dark page
 DOCUMENT_LINE = '<hr style="border:0;border-top:2px dashed #64748b">'
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not a complete character
 

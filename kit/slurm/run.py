@@ -170,14 +170,20 @@ class Run(RunFolder, Result):
     def follow(self, ranks: Collection[int] | None = None, lines: int = 20, seconds: float = math.inf) -> Iterator[str]:
         """Lines of the job's log and of every rank's, or of these ranks', as they are written, with the file's name.
 
-        Begins with the last `lines` of each, of at most 64 KiB. Stops when the run ends, or after so many seconds.
+        Begins with the last `lines` of each, of at most 64 KiB. Stops when the run ends, or after so many seconds; a
+        run that goes on and has logged nothing by then gives a line that says so.
         """
         deadline = time.monotonic() + seconds
 
         def finished() -> bool:
             return time.monotonic() > deadline or evidence.state_of(self).ended
 
-        return logs.follow(lambda: self.logs(ranks), finished, lines)
+        quiet = True
+        for line in logs.follow(lambda: self.logs(ranks), finished, lines):
+            quiet = False
+            yield line
+        if quiet and time.monotonic() > deadline:
+            yield f"Nothing was logged in {seconds:.0f} s: the job waits, or its program is still starting."
 
     def as_dict(self) -> dict[str, Any]:
         """The folder and the job id."""

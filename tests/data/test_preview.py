@@ -4,6 +4,7 @@ import json
 import pytest
 
 from kit.data.dataset import Dataset, prepare
+from kit.data.preview import IN_LOSS_STYLE
 from kit.errors import InputError
 
 EMOJI = "Ja \U0001f389\U0001f469\u200d\U0001f680! \u4f60\u597d \u0645\u0631\u062d\u0628\u0627 \u043f\u0440\u0438 <b>"
@@ -46,7 +47,7 @@ def test_the_loss_is_marked_exactly(chats):
     assert "&lt;b&gt;" in page and "<b>" not in page
     assert page.index("<pre") < page.index(html.escape(EMOJI))  # MathJax skips <pre>
     assert page.count("<hr") == shown.documents - 1
-    assert page.count("background:#dbeafe") == shown.documents
+    assert page.count(IN_LOSS_STYLE) == shown.documents
 
 
 @pytest.mark.parametrize("limit", range(1, 60))

@@ -80,12 +80,12 @@ class Lab:
             time.sleep(0.1)
         self.server_info = json.loads(server_info[0].read_text())
 
-    def open(self, name, *cells, height=1300):
+    def open(self, name, *cells, height=1300, width=1250):
         """A page with a new notebook of these cells."""
         made = [nbformat.v4.new_code_cell(cell) for cell in cells]
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), self.folder / f"{name}.ipynb")
-        return self.show(name, height=height)
+        return self.show(name, width, height)
 
     def show(self, name, width=1250, height=1300):
         """A page with a notebook of the folder."""
