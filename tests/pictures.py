@@ -10,6 +10,7 @@ import random
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -66,7 +67,8 @@ def sample(node, second):
     return {"host": node, "cpu": noise.gauss(14, 1), "ram_gib": 212.0, "gpus": reports} | traffic
 
 
-def write_run(folder):
+@contextmanager
+def running(folder):
     """A run folder whose job seems to be running, as this process is named as its runner."""
     began = time.time() - SECONDS
     for part in ("state", "nodes"):
@@ -81,20 +83,24 @@ def write_run(folder):
     files.write_json(folder / "state" / "progress.json", progress)
     test_board.log(folder, rows(began))
     test_board.cut_exit_record(folder)
-    threading.Thread(target=go_on, args=(folder, began), daemon=True).start()
+    stop = threading.Event()
+    thread = threading.Thread(target=go_on, args=(folder, began, stop))
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
 
 
-def go_on(folder, began):
-    """Write the samples, and go on while this process lives."""
+def go_on(folder, began, stop):
+    """Write the samples, and go on until `stop` is set."""
     done = 0
-    while True:
+    while not stop.wait(0.5):
         now = int(time.time() - began)
         for node in NODES:
             with (folder / "nodes" / f"{node}.jsonl").open("a") as stream:
                 for second in range(done, now):
                     stream.write(json.dumps({"t": began + second} | sample(node, second)) + "\n")
         done = now
-        time.sleep(0.5)
 
 
 def main():
@@ -102,18 +108,20 @@ def main():
     with tempfile.TemporaryDirectory() as place, sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=test_browser.CHROMIUM, args=["--no-sandbox"])
         lab = test_browser.Lab(Path(place), chromium)
-        write_run(lab.folder / "llama70b-20261129-1500")
-        for theme in ("light", "dark"):
-            lab.choose_theme(f"JupyterLab {theme.title()}")
-            page = lab.open(theme, 'import kit\nkit.watch("llama70b-20261129-1500")', height=1900, width=1650)
-            test_browser.begin(page, 0)
-            page.wait_for_selector(".kit-board .map image")
-            page.wait_for_function(test_browser.PICTURE_HIDDEN)
-            page.wait_for_selector(".kit-board .status >> text=2 of 2 nodes reporting")
-            page.wait_for_function("() => !document.querySelector('.kit-board .status').textContent.includes('still')")
-            page.wait_for_timeout(3000)
-            page.locator(".kit-board").screenshot(path=PICTURES / f"board-{theme}.png")
-            page.close()
+        with running(lab.folder / "llama70b-20261129-1500"):
+            for theme in ("light", "dark"):
+                lab.choose_theme(f"JupyterLab {theme.title()}")
+                page = lab.open(theme, 'import kit\nkit.watch("llama70b-20261129-1500")', height=1900, width=1650)
+                test_browser.begin(page, 0)
+                page.wait_for_selector(".kit-board .map image")
+                page.wait_for_function(test_browser.PICTURE_HIDDEN)
+                page.wait_for_selector(".kit-board .status >> text=2 of 2 nodes reporting")
+                page.wait_for_function(
+                    "() => !document.querySelector('.kit-board .status').textContent.includes('still')"
+                )
+                page.wait_for_timeout(3000)
+                page.locator(".kit-board").screenshot(path=PICTURES / f"board-{theme}.png")
+                page.close()
         chromium.close()
         lab.close()
 

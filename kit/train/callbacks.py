@@ -176,7 +176,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]
     def _report_loss(self, at: str, state: Any, loss: float) -> None:
         pace = (time.monotonic() - self.began) / max(1, state.global_step - self.first_step)
         left = pace * (state.max_steps - state.global_step)
-        self.say(f"{at}  loss {loss:.4f}  {pace:.2f} s/step  {format_duration(left)} left")
+        self.say(f"{at}  loss {loss:.4f}  {pace:.2f} s/step on average  {format_duration(left)} left")
         if self.rank == 0:
             facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_s": left, "time": time.time()}
             self._write_progress(facts)

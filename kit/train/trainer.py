@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.state import PartialState
 from peft import PeftModel, get_peft_model
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, PrinterCallback, set_seed
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
@@ -332,6 +332,7 @@ def train(run: RunFolder, progress: Progress) -> None:
         AutoTokenizer.from_pretrained(dataset.path / "tokenizer"),
         base,
     )
+    trainer.remove_callback(PrinterCallback)  # which prints each row as a dict; `progress` has a line for it
     trainer.add_callback(WandbRows(run, progress.say))
     trainer.add_callback(progress)
     trainer.add_callback(LogLoad(trainer, load))

@@ -327,7 +327,8 @@ class RunStatus:
             return []
         left = [f"{metrics.left / 1e6:,.0f} MB still to read"] if self.catching_up else []
         source = f"from {Path(metrics.source).name}" if metrics.source else "no W&B log yet"
-        return [*left, f"{metrics.damaged} damaged records", source]
+        damaged = [f"{metrics.damaged:,} damaged records"] if metrics.damaged else []
+        return [*left, *damaged, source]
 
     def as_dict(self) -> dict[str, Any]:
         """The status as JSON-ready values."""

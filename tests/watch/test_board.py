@@ -105,7 +105,7 @@ def test_a_plain_wandb_run_ends_with_its_exit_record(tmp_path, code, state):
     log(tmp_path, steps(1, 6), exit_code=code)
     status = watch(tmp_path).status()
     assert status.startswith(f"{state} · step 5 · newest row ")
-    assert "0 damaged records" in status
+    assert "damaged" not in status
     assert status.endswith("run-abc.wandb")
 
 
