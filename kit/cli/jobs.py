@@ -43,9 +43,18 @@ def check(
     nodes: Annotated[int | None, typer.Option(help="Nodes to inspect with a small job (0: no job).")] = None,
     write: Annotated[str, typer.Option(metavar="FILE", help="Write the profile with the facts that it lacks.")] = "",
     probe: Annotated[str, typer.Option(metavar="FILE", help="Measure GPUs and links in a job; write a profile.")] = "",
+    trainer: Annotated[str, typer.Option(help="Only compare versions in the environment of this trainer.")] = "",
+    python: Annotated[str, typer.Option(help="The python of that environment.")] = "",
     as_json: Json = False,
 ) -> None:
     """Survey this cluster; exit 1 where its profile and the machines disagree."""
+    if trainer:
+        from kit.trainers.installed import report
+
+        answer, known = report(trainer, python)
+        emit(answer, as_json)
+        finish(not known)
+        return
     from kit.check.profile import fill, start_profile
     from kit.check.survey import survey
     from kit.config import schema
@@ -117,6 +126,10 @@ def launch(
 
         emit(plan(job, machines), as_json)
         return
+    if job.trainer.is_other:
+        from kit.slurm.plan import trainer_facts
+
+        warn(trainer_facts(job, machines)["trainer"])
     run = slurm.launch(job, machines, anyway=anyway, after=find_run(after) if after else None, when=when.value)
     emit(run, as_json)
     if not wait:

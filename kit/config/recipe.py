@@ -180,10 +180,15 @@ class Schedule:
 class TrainerChoice:
     """Which trainer runs the recipe, and where that is installed."""
 
-    name: Literal["trl", "litgpt", "llamafactory"] = "trl"
-    """trl is the kit's own. `kit render` writes the configuration of the others."""
+    name: Literal["trl", "litgpt", "llamafactory", "axolotl"] = "trl"
+    """trl is the kit's own; of the others, `kit render` only writes the configuration."""
     python: str = ""
-    """Interpreter of another trainer's environment on the nodes; empty: the python that slurm.setup activates."""
+    """Interpreter of another trainer's environment on the nodes. `kit launch` needs it, as it asks for its versions."""
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the trainer has packages of other versions, and so an environment apart from the kit's."""
+        return self.name != "trl"
 
 
 # Keys that recorded digests do not count, with the value under which a recipe means what it meant before they existed.

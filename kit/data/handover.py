@@ -3,6 +3,7 @@
 A split of the prepared dataset is "train" or "eval".
 """
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from kit.data.dataset import Dataset
 
 IGNORED = -100  # the label of a token that the loss does not count
 PAIR_FILES = {"train": "train.json", "eval": "val.json"}
+TOKEN_FILES = {"train": "train.parquet", "eval": "eval.parquet"}
+LINE_FILES = {"train": "train.jsonl", "eval": "validation.jsonl"}
 TEXT_FILES = 8  # of a split; LitGPT's workers read a file each
 
 
@@ -26,6 +29,10 @@ class Rows(Enum):
     """A DatasetDict of packed rows, splits train and validation; attention_mask has each token's number of document."""
     PAIRS = "pairs"
     """train.json and val.json: a row of text for each reply, with all that precedes it as the instruction."""
+    TOKENS = "tokens"
+    """train.parquet and eval.parquet: a row of input_ids, labels and attention_mask for each document."""
+    LINES = "lines"
+    """train.jsonl and validation.jsonl: an object with the text of a document on each line."""
     TEXT = "text"
     """Folders train and eval with documents as .txt files."""
 
@@ -33,7 +40,10 @@ class Rows(Enum):
 def write(dataset: Dataset, rows: Rows, out: Path) -> dict[str, int]:
     """Write the dataset into the new folder `out`; returns the rows of each split, as the trainer counts them."""
     out.mkdir()
-    writers = {Rows.PACKED: _write_packed, Rows.PAIRS: _write_pairs, Rows.TEXT: _write_text}
+    writers = {
+        Rows.PACKED: _write_packed, Rows.PAIRS: _write_pairs, Rows.TOKENS: _write_tokens, Rows.LINES: _write_lines,
+        Rows.TEXT: _write_text,
+    }  # fmt: skip
     return writers[rows](dataset, out)
 
 
@@ -44,10 +54,8 @@ def _write_packed(dataset: Dataset, out: Path) -> dict[str, int]:
         lengths = row["seq_lengths"]
         return {"attention_mask": np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)}
 
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     names = {"train": "train", "eval": "validation"}
-    with tempfile.TemporaryDirectory(dir=out.parent) as cache:
+    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=out.parent) as cache:
         splits = {
             names[split]: dataset.rows(split).map(
                 numbered, remove_columns="seq_lengths", cache_file_name=f"{cache}/{split}.arrow"
@@ -55,9 +63,20 @@ def _write_packed(dataset: Dataset, out: Path) -> dict[str, int]:
             for split in dataset.manifest["splits"]
         }
         datasets.DatasetDict(splits).save_to_disk(str(out))
-    if shown:
-        datasets.enable_progress_bars()
     return {split: len(splits[names[split]]) for split in dataset.manifest["splits"]}
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def documents(dataset: Dataset, split: str) -> Iterator[tuple[list[int], list[int]]]:
@@ -86,6 +105,28 @@ def replies(labels: list[int]) -> Iterator[tuple[int, int]]:
     counted = np.concatenate([[False], np.asarray(labels) != IGNORED, [False]])
     bounds = np.flatnonzero(np.diff(counted.astype(np.int8)))
     yield from zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True)
+
+
+def _write_tokens(dataset: Dataset, out: Path) -> dict[str, int]:
+    import datasets
+
+    for split in dataset.manifest["splits"]:
+        rows = [
+            {"input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids)}
+            for ids, labels in documents(dataset, split)
+        ]
+        with _no_progress_bars():
+            datasets.Dataset.from_list(rows).to_parquet(str(out / TOKEN_FILES[split]))
+    return {split: values["rows"] for split, values in dataset.manifest["splits"].items()}
+
+
+def _write_lines(dataset: Dataset, out: Path) -> dict[str, int]:
+    tokenizer = _tokenizer(dataset)
+    for split in dataset.manifest["splits"]:
+        texts = (tokenizer.decode(ids, skip_special_tokens=False) for ids, _ in documents(dataset, split))
+        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        (out / LINE_FILES[split]).write_text(lines, encoding="utf-8")
+    return {split: values["rows"] for split, values in dataset.manifest["splits"].items()}
 
 
 def _write_text(dataset: Dataset, out: Path) -> dict[str, int]:

@@ -15,9 +15,12 @@ SHOWN_LINES = 12
 
 
 def last_lines_of_rank(run: RunFolder, rank: int, lines: int = SHOWN_LINES) -> str:
-    """The last lines of a rank's log; empty where it has none."""
-    path = run.path / "logs" / f"rank-{rank:03}.log"
-    return logs.last_lines(path, lines) if path.exists() else ""
+    """The last lines of a rank's log or, where it has none, those of the job's log that torch marks as the rank's."""
+    path, mark = run.path / "logs" / f"rank-{rank:03}.log", f"[rank{rank}]: "
+    if path.exists():
+        return logs.last_lines(path, lines)
+    marked = [line for line in logs.last_lines(run.log, SEARCHED_LINES).splitlines() if line.startswith(mark)]
+    return "\n".join(line.removeprefix(mark) for line in marked[-lines:])
 
 
 def report(run: RunFolder, exit_code: int) -> int:

@@ -22,9 +22,10 @@ from kit.slurm import environment
 from kit.slurm import script as job_script
 from kit.slurm.client import available
 from kit.slurm.creation import check_root
+from kit.slurm.render import hand_over
 from kit.slurm.run import Run
 from kit.slurm.submit import reach, submit
-from kit.trainers import trainer_of
+from kit.trainers import installed, trainer_of
 
 
 def launch(
@@ -42,6 +43,8 @@ def launch(
     words where Slurm refuses it; the run folder then stays.
     """
     shape = check(recipe, cluster)
+    if recipe.trainer.is_other and not anyway:
+        installed.check(recipe.trainer)
     found = find_prepared(recipe, prepared, cluster)
     chosen = choose(recipe, cluster, found.manifest if found else None, shape)
     predicted = job_script.forecast(chosen.recipe, cluster, found.manifest if found else None, shape)
@@ -75,6 +78,8 @@ def choose(
     recipe: Recipe, cluster: Cluster, manifest: Mapping[str, Any] | None = None, shape: Shape | None = None
 ) -> Resolution:
     """The recipe with a value for each "auto", with the reasons: exactly what a run of it trains."""
+    if recipe.trainer.is_other:  # its renderer has a value for each "auto"
+        return Resolution(recipe)
     return choices.resolve(recipe, cluster, manifest, shape, compiler_here(cluster))
 
 
@@ -100,15 +105,15 @@ def check_settings(recipe: Recipe, cluster: Cluster, compiler: bool | None) -> S
     compiler: what `compiler_here` returns, which asks Slurm.
     """
     check_root(Path(cluster.paths.runs).absolute())
-    if recipe.trainer.name != "trl":
-        raise InputError(
-            f"kit launch runs the trainer trl, and the recipe names {recipe.trainer.name}: `kit render RECIPE OUT` "
-            "writes its configuration and a job script to submit with sbatch."
-        )
     if cluster.slurm.env_file:
         environment.check_token_file(cluster.slurm.env_file)
     check_place(recipe.data.source)
     trainer_of(recipe).check(recipe, cluster)
+    if recipe.trainer.is_other and environment.has_image(cluster):
+        raise InputError(
+            f"slurm.container is for the kit's own trainer, and {recipe.trainer.name} runs in trainer.python on the "
+            "nodes: take a profile without a container."
+        )
     parallel, nodes = recipe.parallel, cluster.nodes
     if parallel.nodes > nodes.count or (nodes.gpus and parallel.gpus_per_node > nodes.gpus):
         raise InputError(
@@ -118,6 +123,8 @@ def check_settings(recipe: Recipe, cluster: Cluster, compiler: bool | None) -> S
     shape = None
     with contextlib.suppress(InputError):
         shape = load_shape(recipe.model.name, cluster.paths.hf_home)
+    if recipe.trainer.is_other:
+        return shape  # its trainer has checked what it can express
     if shape is not None:
         shape.check(recipe)  # what transformers or PEFT would refuse for this model
     limits.check(recipe, cluster, compiler)
@@ -147,6 +154,9 @@ def freeze(chosen: Resolution, cluster: Cluster, dataset: Dataset, predicted: Pr
     try:
         made = [asdict(decision) for decision in chosen.decisions]
         run.note(warning_s=seconds, script_version=job_script.SCRIPT_VERSION, choices=made, **facts)
+        if recipe.trainer.is_other:
+            recipe, _ = hand_over(recipe, dataset, run.path)
+            files.write(run.path / "recipe.toml", recipe.toml())
         for name, text in trainer_of(recipe).render(recipe, cluster, run.path).files.items():
             files.write(run.path / name, text)
         files.write(run.path / "job.sbatch", job_script.render_script(run))

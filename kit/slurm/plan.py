@@ -25,6 +25,7 @@ from kit.slurm.client import available, command, version
 from kit.slurm.launch import check_settings, choose, compiler_here
 from kit.slurm.linting import site_of
 from kit.slurm.submit import advice, reach
+from kit.trainers import trainer_of
 
 LOG_FOLDER_RULE = "KS201"  # the folder of the log does not exist; the launch makes it
 TIME_LIMIT_RULE = "KS301"  # the script has no time limit; on this machine no queue needs it
@@ -130,6 +131,7 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
         "recipe": f"{recipe.name}: {recipe.tuning.method} of {recipe.model.name}",
         "nodes": _nodes(recipe, cluster),
         "batch": _batch(recipe),
+        **trainer_facts(recipe, cluster),
         "data": f"prepared in {dataset.path}" if dataset else f"{recipe.data.source} is prepared first, here",
         "weights": _problem(models.check_weights, recipe.model.name, cluster.paths.hf_home) or "found",
         "choices": "\n".join(map(str, chosen.decisions)) or "the recipe leaves none open",
@@ -142,6 +144,18 @@ def plan(recipe: Recipe, cluster: Cluster, prepared: Path = Path("prepared")) ->
     verdict = predicted.memory.verdict if predicted else "unknown"
     found = tuple(findings)
     return Plan(facts, verdict, chosen.decisions, dataset.path if dataset else None, start.time, found, script)
+
+
+def trainer_facts(recipe: Recipe, cluster: Cluster) -> dict[str, str]:
+    """Where another trainer runs, and what it does otherwise than the recipe says; empty for the kit's own."""
+    if not recipe.trainer.is_other:
+        return {}
+    rendering = trainer_of(recipe).render(recipe, cluster, Path("run"))
+    lines = [
+        f"{recipe.trainer.name} in {recipe.trainer.python or 'no environment: set trainer.python'}",
+        *rendering.notes,
+    ]
+    return {"trainer": "\n".join(lines)}
 
 
 def _start(cluster: Cluster, nodes: int, script: str) -> Start:

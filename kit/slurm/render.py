@@ -1,7 +1,6 @@
 """Renders a recipe for another trainer: its config files, its data and its job script, in a new folder."""
 
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from kit import files
@@ -9,14 +8,14 @@ from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data import handover
-from kit.data.dataset import prepare
+from kit.data.dataset import Dataset, prepare
 from kit.errors import InputError
 from kit.show import Answer, Table
 from kit.slurm import environment
 from kit.slurm.creation import check_root
-from kit.slurm.script import resources
+from kit.slurm.script import commands, resources
 from kit.slurm.template import fill
-from kit.trainers.base import PYTHON, Rendering
+from kit.trainers.base import Rendering
 from kit.trainers.catalog import other
 
 DATA, SCRIPT = "data", "job.sbatch"
@@ -41,8 +40,7 @@ def render(recipe: Recipe, cluster: Cluster, out: Path, trainer: str = "", prepa
     models.check_weights(recipe.model.name, cluster.paths.hf_home)
     dataset = prepare(recipe, prepared, cluster=cluster)
     with files.new_folder(out) as folder:
-        counts = handover.write(dataset, module.rows(recipe), folder / DATA)
-        recipe = recipe.override(**{"schedule.max_steps": recipe.optimizer_steps(counts["train"])})
+        recipe, counts = hand_over(recipe, dataset, folder)
         rendering = module.render(recipe, cluster, out)
         texts = {
             **rendering.files, "recipe.toml": recipe.toml(), "cluster.toml": cluster.toml(),
@@ -50,13 +48,19 @@ def render(recipe: Recipe, cluster: Cluster, out: Path, trainer: str = "", prepa
         }  # fmt: skip
         for file, text in texts.items():
             files.write(folder / file, text)
-    rows = [("trainer", f"{name} {module.KNOWN[name]}"), ("files", ", ".join(texts)),
+    rows = [("trainer", f"{name} {next(iter(module.KNOWN.values()))}"), ("files", ", ".join(texts)),
             ("rows", ", ".join(f"{count:,} {split}" for split, count in counts.items())),
             ("steps", f"{recipe.schedule.max_steps:,}")]  # fmt: skip
     values = {"folder": str(out), "trainer": name, "files": list(texts), "rows": counts,
               "steps": recipe.schedule.max_steps, "notes": list(rendering.notes)}  # fmt: skip
     table = Table(("", str(out)), [*rows, *(("note", note) for note in rendering.notes)])
     return Answer(values, table, f"Submit it with: sbatch {shlex.quote(str(out / SCRIPT))}")
+
+
+def hand_over(recipe: Recipe, dataset: Dataset, folder: Path) -> tuple[Recipe, dict[str, int]]:
+    """Write the rows into `folder`/data. Returns the recipe with the steps for them, and the rows of each split."""
+    counts = handover.write(dataset, other(recipe.trainer.name).rows(recipe), folder / DATA)
+    return recipe.override(**{"schedule.max_steps": recipe.optimizer_steps(counts["train"])}), counts
 
 
 def job_script(recipe: Recipe, cluster: Cluster, out: Path, rendering: Rendering) -> str:
@@ -70,13 +74,9 @@ def job_script(recipe: Recipe, cluster: Cluster, out: Path, rendering: Rendering
         **models.hf_environment(cluster.paths.hf_home),
         **cluster.environment,
     }
-    python = recipe.trainer.python or "python"
     options = environment.options(cluster, **resources(recipe, cluster))
     directives = [f'--output="{out}/slurm-%j.out"', *options]
-
-    def commands(each: Iterable[tuple[str, ...]]) -> str:
-        return "".join(shlex.join(python if word == PYTHON else word for word in one) + "\n" for one in each)
-
+    python = recipe.trainer.python or "python"
     node = fill("other_node.sh", {"python": python, "launcher": rendering.launcher}, {})
     return fill(
         "other.sbatch",
@@ -86,7 +86,7 @@ def job_script(recipe: Recipe, cluster: Cluster, out: Path, rendering: Rendering
             "environment": "".join(f"{line}\n" for line in environment.exports(variables)),
             "tokens": environment.tokens(cluster),
             "setup": environment.setup(cluster),
-            "before": commands(rendering.before),
-            "after": commands(rendering.after),
+            "before": commands(rendering.before, recipe),
+            "after": commands(rendering.after, recipe),
         },
     )

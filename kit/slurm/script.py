@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kit.slurm.folder import RunFolder
 from kit.slurm.template import fill
 from kit.slurm.variables import Variable
 from kit.trainers import trainer_of
+from kit.trainers.base import PYTHON
 
 # Seconds between Slurm's warning and the time limit where nothing is forecast, and at least. Saving takes seconds to
 # minutes, and the ranks look for the warning after each step.
@@ -64,6 +67,7 @@ def render_script(run: RunFolder) -> str:
 def render(job: Job) -> str:
     """The job script: srun starts one task on each node, and the trainer's launcher starts the ranks of that node."""
     cluster, variables = job.cluster, exported(job)
+    rendering = trainer_of(job.recipe).render(job.recipe, cluster, job.folder)
     environment_lines = environment.exports(variables)
     if environment.has_image(cluster) or cluster.slurm.python:
         environment_lines.append(environment.PYTHONPATH)
@@ -73,24 +77,34 @@ def render(job: Job) -> str:
             "run": str(job.folder),
             "python": environment.interpreter(cluster),
             "container": _container(job, list(variables)),
-            "node_script": _node_script(job),
+            "node_script": _node_script(job, rendering.launcher),
         },
         {
             "directives": "".join(f"#SBATCH {option}\n" for option in [_output(job), *options(job)]),
             "environment": "".join(f"{line}\n" for line in environment_lines),
             "tokens": environment.tokens(cluster),
             "setup": environment.setup(cluster),
+            "before": commands(rendering.before, job.recipe),
+            "after": commands(rendering.after, job.recipe),
         },
     )
 
 
-def _node_script(job: Job) -> str:
+def commands(each: Iterable[tuple[str, ...]], recipe: Recipe) -> str:
+    """Lines of shell for a rendering's commands, with the trainer's interpreter."""
+    python = recipe.trainer.python or "python"
+    return "".join(shlex.join(python if word == PYTHON else word for word in one) + "\n" for one in each)
+
+
+def _node_script(job: Job, launcher: tuple[str, ...]) -> str:
     """The shell code that each node runs, inside of the image where there is one."""
+    if job.recipe.trainer.is_other:
+        launcher = ("kit.train.other", str(job.folder), job.recipe.trainer.python, *launcher)
     inside = environment.has_image(job.cluster)
     python = job.cluster.slurm.python or ("python3" if inside else sys.executable)
     return fill(
         "node.sh",
-        {"python": python, "launcher": trainer_of(job.recipe).render(job.recipe, job.cluster, job.folder).launcher},
+        {"python": python, "launcher": launcher},
         {"python_path": f"{environment.PYTHONPATH}\n" if inside else ""},
     )
 

@@ -50,7 +50,7 @@ class Trainer(Protocol):
 class OtherTrainer(Trainer, Protocol):
     """A module of this folder for a trainer whose packages have other versions: the kit never imports them.
 
-    KNOWN: the version of each package for which the renderer was checked, the trainer's own included.
+    KNOWN: the version of each package for which the renderer was checked, the trainer's own first.
     """
 
     KNOWN: Mapping[str, str]

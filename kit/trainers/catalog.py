@@ -1,10 +1,10 @@
 """The trainers whose packages have other versions, by name."""
 
 from kit.errors import InputError
-from kit.trainers import litgpt, llamafactory
+from kit.trainers import axolotl, litgpt, llamafactory
 from kit.trainers.base import OtherTrainer
 
-OTHERS: dict[str, OtherTrainer] = {"litgpt": litgpt, "llamafactory": llamafactory}
+OTHERS: dict[str, OtherTrainer] = {"litgpt": litgpt, "llamafactory": llamafactory, "axolotl": axolotl}
 
 
 def other(name: str) -> OtherTrainer:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from kit.errors import KitError
 from kit.slurm import runs as states
-from kit.slurm.run import Run
+from kit.slurm.folder import RunFolder
 from kit.slurm.runs import Progress, RunTable
 from kit.watch.metrics import Metrics
 
 NEWEST = 50  # runs whose log is read, which takes some 10 ms of each
-LOSS = "train/loss"
+LOSSES = ("train/loss", "loss")  # names under which trainers log it
 POLLS = 3  # a log's end is read by the first
 
 
@@ -24,7 +24,7 @@ def runs(everyone: bool = False) -> RunTable:
     return replace(found, progress={run: progress_of(run) for run in newest})
 
 
-def progress_of(run: Run) -> Progress:
+def progress_of(run: RunFolder) -> Progress:
     """The newest step and training loss in the run's own W&B log."""
     try:
         metrics = Metrics(run.path)
@@ -32,8 +32,8 @@ def progress_of(run: Run) -> Progress:
             metrics.poll()
     except (KitError, OSError):
         return Progress()
-    loss = metrics.last(LOSS)
-    if loss is None:
-        return Progress()
-    steps, _ = metrics.line(LOSS, 2)
-    return Progress(int(steps[-1]), loss)
+    for name in LOSSES:
+        if (loss := metrics.last(name)) is not None:
+            steps, _ = metrics.line(name, 2)
+            return Progress(int(steps[-1]), loss)
+    return Progress()

@@ -28,6 +28,12 @@ CASES = {
         "full": ONE | FULL | {"data.packing": False},
         "pretrain": ONE | FULL | {"data.loss": "all"},
     }),
+    "axolotl": ("two-node-pcie", {
+        "lora": {},
+        "lora-unpacked-ddp": {"data.packing": False, "parallel.strategy": "ddp"},
+        "qlora-ddp": {"tuning.method": "qlora", "parallel.strategy": "ddp"},
+        "full-offload": FULL | {"parallel.offload": "cpu", "parallel.sharding": "grad_op"},
+    }),
     "llamafactory": ("local", {
         "lora": ONE,
         "lora-unpacked": ONE | {"data.packing": False},
@@ -46,7 +52,8 @@ def render_case(name, case, folder):
 
 def config_lines(folder, name):
     """The lines of the rendered config file, with the paths of this machine replaced."""
-    text = (folder / f"{name}.yaml").read_text()
+    (file,) = folder.glob(f"{name}.*")
+    text = file.read_text()
     return text.replace(str(folder), "FOLDER").replace(str(files.REPOSITORY), "KIT").splitlines()
 
 

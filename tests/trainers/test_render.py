@@ -9,11 +9,10 @@ import pytest
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.data.handover import Rows, documents, replies, write
+from kit.data.handover import LINE_FILES, TOKEN_FILES, Rows, documents, replies, write
 from kit.errors import InputError
 from kit.lint.lint import lint
 from kit.slurm.environment import NOTHING_LEAVES
-from kit.slurm.launch import launch
 from kit.slurm.render import render
 from kit.trainers.catalog import OTHERS
 from tests.trainers.rendered import CASES, HERE, ask, config_lines, render_case
@@ -88,6 +87,29 @@ def test_pairs_encode_to_the_tokens_of_the_documents_and_count_each_reply_once(p
     assert sum(len(reply) for _, reply in found) == prepared.manifest["splits"]["eval"]["loss_tokens"]
 
 
+def test_rows_of_tokens_are_the_documents_with_their_labels(prepared, tmp_path):
+    import datasets
+
+    counts = write(prepared, Rows.TOKENS, tmp_path / "data")
+    assert counts == {split: len(prepared.rows(split)) for split in ("train", "eval")}
+    for split, name in TOKEN_FILES.items():
+        found = datasets.Dataset.from_parquet(str(tmp_path / "data" / name), cache_dir=str(tmp_path / "cache"))
+        wanted = list(documents(prepared, split))
+        assert [(row["input_ids"], row["labels"]) for row in found] == wanted
+        assert all(row["attention_mask"] == [1] * len(row["input_ids"]) for row in found)
+
+
+def test_lines_encode_to_the_tokens_of_the_documents(prepared, tmp_path):
+    from tokenizers import Tokenizer
+
+    write(prepared, Rows.LINES, tmp_path / "data")
+    tokenizer = Tokenizer.from_file(str(prepared.path / "tokenizer" / "tokenizer.json"))
+    lines = (tmp_path / "data" / LINE_FILES["eval"]).read_text().splitlines()
+    assert [tokenizer.encode(json.loads(line)["text"]).ids for line in lines] == [
+        ids for ids, _ in documents(prepared, "eval")
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -98,6 +120,8 @@ def test_pairs_encode_to_the_tokens_of_the_documents_and_count_each_reply_once(p
          "gives all of down_proj, gate_proj, up_proj LoRA, or none"),
         ("llamafactory", {"parallel.strategy": "zero3"}, 'llamafactory cannot express parallel.strategy = "zero3"'),
         ("llamafactory", {"model.attention": "varlen"}, 'llamafactory cannot express model.attention = "varlen"'),
+        ("axolotl", {"parallel.strategy": "fsdp1"}, 'axolotl cannot express parallel.strategy = "fsdp1"'),
+        ("axolotl", {"model.attention": "eager"}, 'axolotl cannot express model.attention = "eager"'),
         ("megatrno", {}, "trainer 'megatrno' has no renderer; it must be"),
     ],
 )  # fmt: skip
@@ -111,8 +135,3 @@ def test_an_existing_folder_is_not_changed(smollm2, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already and was not changed"):
         render(Recipe.load("demo"), Cluster.load("local"), tmp_path / "out", "llamafactory")
-
-
-def test_a_launch_of_another_trainers_recipe_names_kit_render(recipe, local):
-    with pytest.raises(InputError, match=r"the recipe names litgpt: `kit render RECIPE OUT` writes"):
-        launch(recipe.override(**{"trainer.name": "litgpt"}), local)
