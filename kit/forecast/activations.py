@@ -107,14 +107,19 @@ def kept_terms(job: Job) -> Terms:
         "queries and attention output": 2 * compute * shape.query,
         "keys and values": 2 * compute * (shape.query if job.masked_sdpa else shape.key),
         "softmax statistics, fp32": 4 * shape.heads,
-        "feed-forward": compute * shape.ffn * (3 if shape.gated else 1),
-        "routed inputs": 2 * compute * shape.experts_used * shape.hidden,
+        "feed-forward": compute * shape.ffn * shape.kept_wide_tensors,
+        "routed states": compute * shape.experts_used * shape.hidden * (2 if _experts_are_trained(job) else 1),
         "attention scores": scores,
         "mask": mask,
         # queries, keys and their copies after rotation
         "fused projection": compute * (2 * shape.query + shape.key) if shape.fused_attention else 0,
     }
     return terms | (_trained_weight_terms(job) if job.full else _adapter_terms(job))
+
+
+def _experts_are_trained(job: Job) -> bool:
+    """Whether the gradients of experts, or of their adapters, read what is routed to them; their outputs are kept."""
+    return job.full or job.shape.family == "gpt_oss" or any(linear.copies > 1 for linear in job.targets)
 
 
 def _trained_weight_terms(job: Job) -> Terms:

@@ -6,12 +6,16 @@ tests/truth/fast.csv. Formulas of the fast path count the tensors that a compile
 constants are set so that no measured peak is above its forecast.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kit.config.recipe import Recipe
 from kit.forecast.shape import Linear, Shape
 
-CHUNK_TOKENS = 4096  # tokens whose logits the loss of a frozen head holds at a time
+CHUNK_TOKENS = 4096  # tokens whose logits the loss of a frozen head computes at a time
+RELU = frozenset({"opt"})  # families whose feed-forward keeps only what its activation returns
+DROPOUT = frozenset({"gpt2", "opt"})  # families whose published configs drop 10% after attention and feed-forward
+PARALLEL_NORMS = frozenset({"gpt_neox"})  # families whose two norms read the same hidden states
 # The constants below are fitted to the rows of Llama-8B in tests/truth/fast.csv.
 VARLEN_ATTENTION = 0.42  # of a matmul's rate: FlashAttention-2 on an H100
 ATTENTION_BLOCK = 256  # tokens by which blocks make a document longer, forward and backward
@@ -66,35 +70,56 @@ def compiled_layer_bytes(shape: Shape, recipe: Recipe, compute: int, norm_width:
     """Bytes a token that a compiled layer keeps for its backward; `norm_width`: the width of its norms' inputs.
 
     Inductor keeps what matmuls and attention need and computes elementwise results again: the inputs of the norms in
-    the compute type, queries, keys, values, the attention's output, and of a gated feed-forward both projections. One
-    hidden state more was seen on Llama-8B (109 kB a token and layer; counted without it 103 kB, with it 111 kB).
+    the compute type, queries, keys, values, the attention's output, and of a gated feed-forward both projections.
+    Values that are a view of a fused projection keep all of it, beside the rotated queries and keys.
     """
-    tuning = recipe.tuning
-    full = tuning.method == "full"
-    projected = sum(linear.outputs * linear.used for linear in shape.feed_forward if linear.reads_hidden)
+    full = recipe.tuning.method == "full"
+    adapted = list(shape.linears) if full else shape.targeted(recipe.tuning.target_modules)
     attention = compute * 2 * (shape.query + shape.key) + 4 * shape.heads  # with fp32 statistics of the softmax
-    kept = compute * (norm_width + projected + shape.hidden) + attention
-    adapted = list(shape.linears) if full else shape.targeted(tuning.target_modules)
-    read: dict[tuple[str, str, int], int] = {}
-    for linear in (
-        each for each in adapted if not each.reads_attention
-    ):  # experts read copies of what their router does
-        read[linear.source] = max(read.get(linear.source, 0), linear.inputs * linear.used)
-    kept += compute * sum(read.values())
+    if shape.fused_attention and recipe.model.attention == "varlen":
+        attention += compute * (shape.query + shape.key)
+    if shape.family in PARALLEL_NORMS:
+        norm_width -= shape.hidden
+    kept = attention + compute * (norm_width + _projected_width(shape, adapted) + _read_width(shape, adapted))
+    if shape.family in DROPOUT:
+        kept += 2 * shape.hidden  # two masks of a byte an element
     if full:
         return kept
-    kept += compute * tuning.r * len(adapted)
-    if tuning.dropout > 0:  # what was dropped from is kept by each for itself; its mask is drawn again
+    kept += compute * recipe.tuning.r * len(adapted)
+    if recipe.tuning.dropout > 0:  # what was dropped from is kept by each for itself; its mask is drawn again
         kept += compute * sum(linear.inputs * linear.used for linear in adapted)
     return kept
 
 
-def frozen_head_loss_bytes(shape: Shape, tokens: int, compute: int) -> float:
-    """Bytes of kit.train's loss over an LM head that is not trained: a chunk of logits, and four hidden states.
+def _projected_width(shape: Shape, adapted: Sequence[Linear]) -> int:
+    """What the activation function reads of a token. ReLU's result is enough, which an adapted projection reads."""
+    if shape.family in RELU and any(not linear.in_attention and not linear.reads_hidden for linear in adapted):
+        return 0
+    return sum(linear.outputs * linear.used for linear in shape.feed_forward if linear.reads_hidden)
 
-    The forward pass also computes the derivative of the hidden states, so that the backward pass has no logits.
+
+def _read_width(shape: Shape, adapted: Sequence[Linear]) -> int:
+    """What the projections read of a token, each tensor once; the attention's output is counted with the attention."""
+    read: dict[tuple[str, str, int], int] = {}
+    for linear in adapted:
+        if linear.reads_attention:
+            continue
+        part, kind, inputs = linear.source
+        one_norm = shape.norms == 1 and linear.reads_hidden  # attention and feed-forward read the same
+        place = ("layer" if one_norm else part, kind, inputs)
+        # experts read copies of what their router does
+        read[place] = max(read.get(place, 0), linear.inputs * linear.used)
+    return sum(read.values())
+
+
+def frozen_head_loss_bytes(shape: Shape, tokens: int, compute: int) -> float:
+    """Bytes of kit.train's loss over an LM head that is not trained: chunks of logits, and four hidden states.
+
+    The forward pass also computes the derivative of the hidden states, so that the backward pass has no logits. A chunk
+    has its logits and their derivative at a time; from the second on also the derivative of the chunk before.
     """
-    return min(tokens, CHUNK_TOKENS) * shape.vocab * compute + tokens * shape.hidden * (4 + 3 * compute)
+    tensors = 2 if tokens <= CHUNK_TOKENS else 3
+    return min(tokens, CHUNK_TOKENS) * shape.vocab * compute * tensors + tokens * shape.hidden * (4 + 3 * compute)
 
 
 def frozen_linear_bytes(linear: Linear, base: str, stored: int, nf4: float) -> float:

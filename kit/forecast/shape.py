@@ -183,6 +183,16 @@ class Shape:
         return up >= 2 * max(linear.inputs for linear in self.feed_forward if not linear.reads_hidden)
 
     @property
+    def kept_wide_tensors(self) -> int:
+        """Tensors as wide as the feed-forward that a layer keeps, which is not compiled.
+
+        Three gated ones; those of GPT-OSS clamp both projections and add 1 to one: six, by its modelling code.
+        """
+        if self.family == "gpt_oss":
+            return 6
+        return 3 if self.gated else 1
+
+    @property
     def wide_tensors(self) -> int:
         """Tensors as wide as the feed-forward that it makes: projections, activation, product."""
         return 3 if self.gated else 2

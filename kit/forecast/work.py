@@ -270,9 +270,12 @@ def _visits(shape: Shape, recipe: Recipe) -> float:
 
 
 def optimizer_step(shape: Shape, recipe: Recipe, cluster: Cluster) -> Work:
-    """Adam reads parameter, gradient and two states and writes all but the gradient; foreach moves it in 21 passes."""
+    """Adam reads parameter, gradient and two states and writes all but the gradient; foreach moves it in 21 passes.
+
+    Clipping takes three: it reads the gradients for their norm, then reads and writes them.
+    """
     layout, full = Layout.of(recipe, cluster), recipe.tuning.method == "full"
-    passes = 21 if recipe.schedule.optimizer == "adamw_torch" else 7
+    passes = 24 if recipe.schedule.optimizer == "adamw_torch" else 10
     tensors = len(shape.linears) + shape.norms if full else 2 * len(shape.targeted(recipe.tuning.target_modules))
     idle = 0 if TrainingPath.of(recipe).plain else IDLE
     moved = passes * layout.trained_bytes * shape.trainable(recipe) / layout.optimizer_ranks
