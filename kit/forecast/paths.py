@@ -21,6 +21,8 @@ VARLEN_ATTENTION = 0.42  # of a matmul's rate: FlashAttention-2 on an H100
 ATTENTION_BLOCK = 256  # tokens by which blocks make a document longer, forward and backward
 FP8_SPEED = 2.0  # of an fp8 matmul over a bf16 one
 NF4_MOVED = 12.0  # bytes a weight that unpacking it costs in each pass
+# Bytes an element of what the matmul of a weight's gradient reads; fitted to full fine-tunes in h200_second.csv.
+WEIGHT_GRADIENT_MOVED = 3.0
 GATHER_COPIES = 4.0  # times that a gathered byte is read or written: by the collective, and by FSDP2's copy out of it
 # Recomputing a compiled layer over its forward, with adapters and in full fine-tunes: it runs to its very end again.
 COMPILED_AGAIN, COMPILED_AGAIN_FULL = 2.0, 1.5

@@ -191,6 +191,9 @@ class _Layers:
         attention = self.attention()
         forward = Work(self.weights + self.low_rank, attention, moved[0], kernels[0])
         backward = Work(self._backward_matmul(), 2.5 * attention, moved[1], kernels[1])
+        if self.full and self.path.compiled:
+            read = sum((linear.inputs + linear.outputs) * linear.used for linear in self.shape.linears)
+            backward += Work(moved=paths.WEIGHT_GRADIENT_MOVED * self.layer_tokens * read)
         if self.path.fp8:
             forward, backward = self._in_fp8(forward, backward)
         if self.path.nf4:
