@@ -180,7 +180,7 @@ class Schedule:
 class TrainerChoice:
     """Which trainer runs the recipe, and where that is installed."""
 
-    name: Literal["trl", "litgpt", "llamafactory", "axolotl"] = "trl"
+    name: Literal["trl", "litgpt", "llamafactory", "axolotl", "automodel", "torchtitan"] = "trl"
     """trl is the kit's own; of the others, `kit render` only writes the configuration."""
     python: str = ""
     """Interpreter of another trainer's environment on the nodes. `kit launch` needs it, as it asks for its versions."""

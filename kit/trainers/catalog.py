@@ -1,10 +1,13 @@
 """The trainers whose packages have other versions, by name."""
 
 from kit.errors import InputError
-from kit.trainers import axolotl, litgpt, llamafactory
+from kit.trainers import automodel, axolotl, litgpt, llamafactory, torchtitan
 from kit.trainers.base import OtherTrainer
 
-OTHERS: dict[str, OtherTrainer] = {"litgpt": litgpt, "llamafactory": llamafactory, "axolotl": axolotl}
+OTHERS: dict[str, OtherTrainer] = {
+    "automodel": automodel, "axolotl": axolotl, "litgpt": litgpt, "llamafactory": llamafactory,
+    "torchtitan": torchtitan,
+}  # fmt: skip
 
 
 def other(name: str) -> OtherTrainer:

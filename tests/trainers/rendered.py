@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from kit import files
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.slurm.render import render
@@ -34,6 +35,17 @@ CASES = {
         "qlora-ddp": {"tuning.method": "qlora", "parallel.strategy": "ddp"},
         "full-offload": FULL | {"parallel.offload": "cpu", "parallel.sharding": "grad_op"},
     }),
+    "automodel": ("two-node-pcie", {
+        "lora": {"data.packing": False},
+        "lora-ddp": {"data.packing": False, "parallel.strategy": "ddp", "parallel.activation_checkpointing": False},
+        "full": FULL | {"data.packing": False, "data.loss": "all", "schedule.scheduler": "linear"},
+    }),
+    "torchtitan": ("two-node-pcie", {
+        "full": FULL | {"data.loss": "all"},
+        "full-hybrid-offload": FULL | {
+            "data.loss": "all", "parallel.sharding": "hybrid", "parallel.nodes": 2, "parallel.offload": "cpu",
+            "parallel.activation_checkpointing": False},
+    }),
     "llamafactory": ("local", {
         "lora": ONE,
         "lora-unpacked": ONE | {"data.packing": False},
@@ -47,13 +59,28 @@ def render_case(name, case, folder):
     """Render one case into `folder`, whose parent also gets the prepared data."""
     cluster, cases = CASES[name]
     recipe = Recipe.load("demo", **LORA | cases[case] | {"trainer.python": "python"})
+    if name == "torchtitan":
+        recipe = recipe.override(**{"model.name": str(shaped_as_llama_8b(recipe, folder.parent / "llama-8b"))})
     return render(recipe, Cluster.load(cluster), folder, name, folder.parent / "prepared")
+
+
+def shaped_as_llama_8b(recipe, folder):
+    """The recipe's model with the sizes of Llama 3.1 8B in config.json: torchtitan renders only models that it has."""
+    if not folder.exists():
+        own = Path(models.source(recipe.model.name)).absolute()
+        folder.mkdir(parents=True)
+        for file in own.iterdir():
+            (folder / file.name).symlink_to(file)
+        config = json.loads((own / "config.json").read_text()) | {"hidden_size": 4096, "num_hidden_layers": 32}
+        (folder / "config.json").unlink()
+        files.write_json(folder / "config.json", config)
+    return folder
 
 
 def config_lines(folder, name):
     """The lines of the rendered config file, with the paths of this machine replaced."""
     (file,) = folder.glob(f"{name}.*")
-    text = file.read_text()
+    text = file.read_text().replace(str(folder.parent / "llama-8b"), "MODEL")
     return text.replace(str(folder), "FOLDER").replace(str(files.REPOSITORY), "KIT").splitlines()
 
 

@@ -122,6 +122,9 @@ def test_lines_encode_to_the_tokens_of_the_documents(prepared, tmp_path):
         ("llamafactory", {"model.attention": "varlen"}, 'llamafactory cannot express model.attention = "varlen"'),
         ("axolotl", {"parallel.strategy": "fsdp1"}, 'axolotl cannot express parallel.strategy = "fsdp1"'),
         ("axolotl", {"model.attention": "eager"}, 'axolotl cannot express model.attention = "eager"'),
+        ("automodel", {}, "automodel cannot express data.packing = true: set it to false"),
+        ("torchtitan", {}, 'torchtitan cannot express tuning.method = "lora": set it to "full"'),
+        ("torchtitan", {"tuning.method": "full", "data.loss": "all"}, "torchtitan has no configuration for"),
         ("megatrno", {}, "trainer 'megatrno' has no renderer; it must be"),
     ],
 )  # fmt: skip
