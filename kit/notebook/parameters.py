@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml  # type: ignore[import-untyped]
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -39,6 +38,8 @@ def read_notebook(path: Path) -> Any:
     """The notebook in nbformat 4. Raises InputError if it is missing, damaged or not in Python."""
     if not path.is_file():
         raise InputError(f"{path}: there is no such notebook.")
+    import nbformat  # takes more than a second, which a form in a kernel does not wait for
+
     try:
         notebook = nbformat.v4.upgrade(nbformat.read(path, as_version=4))
         nbformat.validate(notebook)
@@ -173,6 +174,8 @@ def inject(notebook: Any, values: Mapping[str, Any]) -> None:
     """Write the values into a new cell after the parameters cell, instead of an earlier such cell."""
     cells = [cell for cell in notebook.cells if not has_tag(cell, INJECTED)]
     if values:
+        import nbformat
+
         place = next(number for number, cell in enumerate(cells, 1) if has_tag(cell, PARAMETERS))
         cells.insert(place, nbformat.v4.new_code_cell(assignments(values), metadata={"tags": [INJECTED]}))
     notebook.cells = cells
