@@ -2,7 +2,8 @@
 
 import html
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kit.errors import KitError
@@ -62,6 +63,19 @@ def button(
 
     made.on_click(clicked)
     return made
+
+
+@contextmanager
+def displayed_in(output: Any) -> Iterator[None]:
+    """Within it, what is displayed goes to this ipywidgets.Output, which in a kernel drops errors; here they pass."""
+    failure = None
+    with output:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def display_in_cell(shown: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.notebook.lab import BY_HAND, CellsBelow, button, message
+from kit.notebook.lab import BY_HAND, CellsBelow, button, displayed_in, message
 from kit.show import Part, Result, has_widgets, in_lab
 from kit.slurm.launch import launch
 from kit.slurm.run import Run
@@ -44,7 +44,7 @@ class Launcher(Result):
 
         def submit() -> None:
             text.value = message("submitting; the data are prepared first where they are not yet")
-            with output:
+            with displayed_in(output):
                 self.run = launch(self._recipe, self._cluster)
                 display(self.run)
             start.layout.display = "none"  # a second click would submit a second run

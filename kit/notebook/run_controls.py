@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kit.notebook.lab import button, display_in_cell, message
+from kit.notebook.lab import button, display_in_cell, displayed_in, message
 from kit.slurm.run import Run
 from kit.watch.board import watch
 
@@ -20,7 +20,7 @@ def run_controls(run: Run) -> Any:
     def show(what: Callable[[], Any]) -> Callable[[], None]:
         def action() -> None:
             output.clear_output(wait=True)
-            with output:
+            with displayed_in(output):
                 display(what())
 
         return action

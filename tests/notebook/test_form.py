@@ -3,6 +3,7 @@
 from typing import Literal
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import kit
 from kit.errors import InputError
@@ -68,10 +69,19 @@ def test_without_ipywidgets_a_sentence_says_how_to_submit(recipe, local, monkeyp
         assert launcher.controls() is None and "kit.launch(job, machines)" in str(launcher)
 
 
-def test_a_refused_launch_is_shown_and_can_be_tried_again(recipe, local):
+@pytest.fixture(params=[True, False], ids=["kernel", "plain"])
+def shell(request):
+    """With a shell, as in a kernel, an ipywidgets.Output drops errors."""
+    InteractiveShell.clear_instance()
+    yield InteractiveShell.instance() if request.param else None
+    InteractiveShell.clear_instance()
+
+
+def test_a_refused_launch_is_shown_and_can_be_tried_again(recipe, local, shell):
     with callback_of(LabCell("cell")):
         launcher = Launcher(recipe.override(**{"parallel.nodes": 9}), local, None, "")
         widget = launcher._launch_button()
     start, text = widget.children[0].children
     start.click()
-    assert launcher.run is None and "Lower parallel.nodes" in text.value and not start.disabled
+    assert launcher.run is None and "Lower parallel.nodes" in text.value
+    assert not start.disabled and start.layout.display is None
