@@ -2,7 +2,8 @@
 
 Under `--numprocesses` a group stays in one worker. The groups are:
 
-- `slurm`: tests on the session's Slurm, which stop nodes and count jobs;
+- `slurm`: tests that stop nodes, preempt or count jobs on a Slurm;
+- `jobs`: tests that only run jobs on a Slurm, which is another one, since these two groups take longest;
 - `browser`: the other tests that need Chromium;
 - otherwise the test's module, so that its fixtures are made once.
 """
@@ -45,21 +46,39 @@ def pytest_unconfigure(config):
         shared.remove(folder)
 
 
+# Files and folders whose tests on a Slurm change nothing but their own jobs.
+JOBS = ("tests/deploy/", "tests/notebook/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
+        "tests/test_start_lab.py")  # fmt: skip
+# The groups that take more than half a minute, the longest first. The others start after them, by their slow tests.
+LONGEST = (
+    "slurm", "jobs", "browser", "tests/slurm/test_launch_trouble.py", "tests/train/test_load.py",
+    "tests/slurm/test_final_state.py", "tests/train/test_zero.py", "tests/checkpoints/test_timing.py",
+    "tests/deploy/test_adapter.py", "tests/notebook/test_notebooks.py", "tests/train/test_trainer.py",
+    "tests/deploy/test_serve.py", "tests/checkpoints/test_saving.py", "tests/forecast/test_shape.py",
+    "tests/notebook/test_execute.py",
+)  # fmt: skip
+
+
+def slurm_of(nodeid):
+    """The name of the Slurm that a test uses."""
+    return "jobs" if nodeid.startswith(JOBS) else "slurm"
+
+
 def group_of(item):
     """The name of a test's group."""
     if "slurm_root" in item.fixturenames:
-        return "slurm"
+        return slurm_of(item.nodeid)
     if item.get_closest_marker("browser"):
         return "browser"
     return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_modifyitems(items):
-    """Put the longest groups first: the Slurm, the browser, then by the number of slow tests; store the groups."""
+    """Put the groups in the order of LONGEST, then by the number of slow tests; store the groups."""
     groups = {item.nodeid: group_of(item) for item in items}
     slow = Counter(groups[item.nodeid] for item in items if item.get_closest_marker("slow"))
-    ranks = {"slurm": -2, "browser": -1}
-    items.sort(key=lambda item: (ranks.get(groups[item.nodeid], 0), -slow[groups[item.nodeid]]))
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (ranks.get(groups[item.nodeid], len(ranks)), -slow[groups[item.nodeid]]))
     shared.store("groups.json", json.dumps(groups))
 
 
@@ -213,10 +232,10 @@ def local():
     return Cluster.load("local")
 
 
-@pytest.fixture(scope="session")
-def slurm_root():
+@pytest.fixture(scope="module")
+def slurm_root(request):
     """A live two-node Slurm without accounting, on this machine."""
-    return shared.once("slurm", shared.start_slurm)
+    return shared.once(slurm_of(request.node.nodeid), shared.start_slurm)
 
 
 @pytest.fixture

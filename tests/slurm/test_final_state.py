@@ -1,7 +1,10 @@
-"""How jobs ended, on live two-node Slurms that forget a job after four seconds: accounting off, then on.
+"""How jobs ended, on live two-node Slurms that forget a job after ten seconds: accounting off, then on.
 
 All jobs of a world run side by side, each in a thread that does to it what the case says. They are judged when Slurm
 has forgotten them. "unwatched": the watcher was killed and no kernel looked before Slurm forgot.
+
+The watcher asks three times within the time for which Slurm remembers a job, which is 300 s by default. Ten seconds
+are few enough to wait for, and enough for a machine on which a process waits for seconds until it runs.
 """
 
 import os
@@ -227,14 +230,14 @@ def ended(run):
 
 @pytest.fixture(scope="module")
 def make_slurm(tmp_path_factory):
-    """A function that starts a Slurm which forgets a job after four seconds."""
+    """A function that starts a Slurm which forgets a job after ten seconds."""
     roots = []
 
     def make(name, **environment):
         root = tmp_path_factory.mktemp(name)
         up = subprocess.run(
             ["bash", REPOSITORY / "env/slurm/up", root / "slurm"], capture_output=True, text=True,
-            env=os.environ | {"MIN_JOB_AGE": "4"} | environment,
+            env=os.environ | {"MIN_JOB_AGE": "10"} | environment,
         )  # fmt: skip
         if up.returncode == 3:
             pytest.skip(f"no live Slurm: {up.stderr.strip()}")
