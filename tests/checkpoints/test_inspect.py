@@ -21,7 +21,7 @@ from kit.errors import InputError, KitError
 from kit.show import format_duration
 from kit.slurm import launch as slurm
 from tests import shared
-from tests.ranks import run_ranks
+from tests.ranks import TRAINING, run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = [[5, 17, 99, 3, 64, 28, 7, 110]]
@@ -94,7 +94,7 @@ def fsdp2_saves() -> Path:
 
 def make_fsdp2_saves(root: Path) -> None:
     make_base(root / "base")
-    run_ranks(2, __file__, root)
+    run_ranks(2, __file__, root, imports=TRAINING)
 
 
 def copy(variant: str, tmp_path: Path) -> Path:

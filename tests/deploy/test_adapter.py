@@ -21,7 +21,7 @@ from tests import shared
 from tests.benchmarks import adapter as benchmark
 from tests.checkpoints.test_inspect import REPOSITORY, TARGETS, TOKENS, fsdp2_saves, make_base
 from tests.conftest import oracle
-from tests.ranks import run_ranks
+from tests.ranks import MODEL, TRAINING, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.20 itself
 
@@ -288,7 +288,7 @@ def make_peft_saves(root: Path, peft: str) -> None:
     make_base(root / "base")
     names = [f"fsdp{n}-{only}-plain" for n in (1, 2) for only in ("adapter", "full")]
     names += [f"fsdp{n}-full-{v}" for n in (1, 2) for v in ("dora", "norm", "two")] + ["fsdp2-adapter-dora"]
-    run_ranks(2, __file__, root, *names, packages=packages)
+    run_ranks(2, __file__, root, *names, packages=packages, imports=MODEL if packages else TRAINING)
 
 
 def bitwise(exported: Path, root: Path, variant: str, name: str = "default") -> bool:

@@ -7,7 +7,8 @@ import warnings
 from pathlib import Path
 
 from tests import shared
-from tests.ranks import run_ranks
+from tests.ranks import TRAINING, run_ranks
+from tests.train.forked import use_accelerate_config
 
 STEPS = 6
 SIZES = {
@@ -50,19 +51,8 @@ def train_ranks(recipe, folder, *variants):
     (folder / "recipe.toml").write_text(recipe.toml())
     (folder / "accelerate.yaml").write_text(render_accelerate(recipe, Cluster.load("local")))
     (folder / "variants.json").write_text(json.dumps(variants))
-    run_ranks(recipe.world_size, __file__, folder)
+    run_ranks(recipe.world_size, __file__, folder, imports=TRAINING)
     return [json.loads((folder / f"found-{number}.json").read_text()) for number in range(len(variants))]
-
-
-def use_accelerate_config(path):
-    """Set the variables that `accelerate launch` sets for its ranks."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    arguments = launch_command_parser().parse_args(["--config_file", str(path), "-m", "kit.train"])
-    arguments, _, _ = _validate_launch_command(arguments)
-    place = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
-    os.environ |= prepare_multi_gpu_env(arguments) | place
 
 
 def packed_rows(count, length=48):

@@ -1,12 +1,11 @@
 """QLoRA over several ranks: 4-bit weights that FSDP2 shards are the same words, or the job does not begin."""
 
 import importlib.util
-import json
 
 import pytest
 
-from kit.slurm import launch as slurm
-from tests.ranks import run_ranks
+from tests.ranks import TRAINING, run_ranks
+from tests.train import forked
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,22 +57,21 @@ WAYS = {
 @pytest.mark.parametrize("way", ["as torch does", "bytes"])
 def test_sharded_words_that_are_nan_as_floats_keep_their_bits(tmp_path, way):
     (tmp_path / "check.py").write_text(CHECK)
-    assert run_ranks(2, tmp_path / "check.py", way).splitlines()[-2:] == ["equal [True]"] * 2
+    assert run_ranks(2, tmp_path / "check.py", way, imports=TRAINING).splitlines()[-2:] == ["equal [True]"] * 2
 
 
 def test_a_gather_that_changes_a_nan_is_found_on_every_rank_and_said_with_what_to_do(tmp_path):
     (tmp_path / "check.py").write_text(CHECK)
-    output = run_ranks(2, tmp_path / "check.py", "one NaN")
+    output = run_ranks(2, tmp_path / "check.py", "one NaN", imports=TRAINING)
     assert output.count("bitsandbytes#1945). Set parallel.strategy to ddp") == 2
 
 
 def test_qlora_has_the_same_losses_in_one_process_under_ddp_and_under_fsdp2(recipe, local):
     losses = {}
     for way, changes in WAYS.items():
-        run = slurm.launch(recipe.override(**JOB, **changes), local)
-        assert run.wait(timeout=400).state == "COMPLETED", run.log.read_text()
-        state = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())
-        losses[way] = [row["loss"] for row in state["log_history"] if "loss" in row]
+        run = forked.freeze(recipe.override(**JOB, **changes), local)
+        forked.train(run)
+        losses[way] = [row["loss"] for row in forked.history(run)]
     assert len(losses["ddp"]) == 6
     assert losses["ddp"] == pytest.approx(losses["one process"], rel=1e-5)
     assert losses["fsdp2"] == pytest.approx(losses["one process"], rel=1e-5)

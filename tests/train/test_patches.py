@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from kit.checkpoints.sharded import Reader
 from kit.train import patches
 from kit.train.shards import ShardedBase
-from tests.ranks import run_ranks
+from tests.ranks import TRAINING, run_ranks
 
 NOT_NEEDED = {"forget_pending_forwards"}  # torch 2.13 does it
 
@@ -41,7 +41,7 @@ def test_a_function_does_nothing_for_other_releases(monkeypatch):
 def printed_by_two_ranks(folder, script):
     """The words that two gloo ranks print that run this script."""
     (folder / "ranks.py").write_text(script)
-    return run_ranks(2, folder / "ranks.py").split()
+    return run_ranks(2, folder / "ranks.py", imports=TRAINING).split()
 
 
 FSDP1 = """

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from kit.errors import InputError, KitError
-from kit.slurm import launch as slurm
 from kit.slurm.folder import RunFolder
 from kit.slurm.run import Run
 from kit.slurm.states import Phase
@@ -28,6 +27,7 @@ from kit.train.trainer import is_sharded, settings, write_durably
 from kit.watch.metrics import Metrics
 from kit.watch.wandb_log import find_logs
 from tests.conftest import REPOSITORY, kit_in
+from tests.train import forked
 
 COMMON = {
     "schedule.max_steps": 6, "schedule.save_every": 0, "tuning.dropout": 0.0, "schedule.lr": 1e-3,
@@ -37,18 +37,15 @@ UNINTERRUPTED = {"schedule.eval_every": 0}
 ALONE = {"parallel.gpus_per_node": 1, "schedule.micro_batch": 2}
 
 
-def finished(run):
-    end = run.wait(timeout=400)
-    assert end.state == "COMPLETED", run.log.read_text()
-    state = json.loads((run.checkpoints()[-1] / "trainer_state.json").read_text())
-    history = [h for h in state["log_history"] if "loss" in h]
-    assert all(h["tokens_per_s"] > 0 and h["step_s"] > 0 for h in history[1:])
-    assert "tokens_per_s" not in history[0]  # the first step is timed from nowhere
-    return history
+def assert_paced(rows):
+    assert all(row["tokens_per_s"] > 0 and row["step_s"] > 0 for row in rows[1:])
+    assert "tokens_per_s" not in rows[0]  # the first step is timed from nowhere
 
 
 def assert_same_training(two, one):
     """Compare the logged values of a run of two ranks with those of one process."""
+    assert_paced(two)
+    assert_paced(one)
     assert [h["step"] for h in two] == [h["step"] for h in one] == [1, 2, 3, 4, 5, 6]
     for ours, reference in zip(two, one, strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
@@ -68,8 +65,10 @@ def assert_eval_loss_fell(run):
 @pytest.mark.slow
 def test_a_full_fine_tune_under_fsdp2_on_two_ranks_learns_as_one_process_does_with_the_same_batch(recipe, local):
     job = recipe.override(**COMMON, **{"tuning.method": "full", "name": "full"})
-    both = [slurm.launch(job, local), slurm.launch(job.override(**ALONE), local)]
-    assert_same_training(*map(finished, both))
+    both = [forked.freeze(job, local), forked.freeze(job.override(**ALONE), local)]
+    for run in both:
+        forked.train(run)
+    assert_same_training(*map(forked.history, both))
     assert_eval_loss_fell(both[0])
 
 
@@ -82,8 +81,8 @@ def test_lora_under_fsdp2_on_two_ranks_learns_as_one_process_does_with_the_same_
     (tmp_path / "alone.toml").write_text(finished_run.recipe.override(**COMMON, **ALONE, **UNINTERRUPTED).toml())
     launched = json.loads(kit_in(tmp_path, "launch", "alone.toml", "--cluster", "local", "--wait", "--json"))
     alone = Run(tmp_path / launched["run"])
-    assert alone.path != finished_run.path
-    assert_same_training(finished(finished_run), finished(alone))
+    assert alone.path != finished_run.path and alone.state.state == "COMPLETED", alone.log.read_text()
+    assert_same_training(forked.history(finished_run), forked.history(alone))
     assert_eval_loss_fell(finished_run)
 
 
@@ -96,8 +95,7 @@ def test_a_run_whose_last_checkpoint_is_complete_trains_no_further_step_where_it
     assert lost_rows(finished_run.path, history) == []
     os.truncate(log, log.read_bytes().rfind(b"train/loss", 0, log.stat().st_size * 3 // 4))  # as when it was killed
     assert lost_rows(finished_run.path, history)
-    finished_run.requeue()
-    assert finished_run.wait(timeout=400).state == "COMPLETED", finished_run.log.read_text()
+    forked.train(finished_run)
     after = json.loads((finished_run.path / "state" / "result.json").read_text())
     assert after["resumed"]
     assert {key: after[key] for key in ("steps", "loss")} == {key: before[key] for key in ("steps", "loss")}
