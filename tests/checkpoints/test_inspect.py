@@ -19,9 +19,9 @@ from kit.checkpoints.formats.base import ProblemKind, join_messages
 from kit.cli import main
 from kit.errors import InputError, KitError
 from kit.show import format_duration
-from kit.slurm import launch as slurm
 from tests import shared
 from tests.ranks import TRAINING, run_ranks
+from tests.train import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = [[5, 17, 99, 3, 64, 28, 7, 110]]
@@ -229,26 +229,31 @@ def test_a_missing_random_state_of_a_rank_is_a_problem(tmp_path):
     assert checkpoint.complete(folder, world=2)
 
 
-@pytest.mark.parametrize("hidden", ["pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp_0/.metadata", "."])
-def test_unreadable_files_are_a_permission_error_not_damage(hidden):
+def test_unreadable_files_are_a_permission_error_not_damage():
     if os.getuid():
         pytest.skip("only root can become another user here")
     with tempfile.TemporaryDirectory() as outer:  # other users may not enter pytest's folders
         Path(outer).chmod(0o755)
-        folder = copy("adapter", Path(outer))
-        (folder / hidden).chmod(0)
+        folders = []
+        for number, hidden in enumerate(("pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp_0/.metadata", ".")):
+            (place := Path(outer) / str(number)).mkdir()
+            folders.append(copy("adapter", place))
+            (folders[-1] / hidden).chmod(0)
         code = (
             "import sys, os, torch.distributed.checkpoint.filesystem; from pathlib import Path\n"
             "from kit import errors; from kit.checkpoints import inspect as checkpoint; os.setuid(65534)\n"
-            "for look in (checkpoint.inspect, checkpoint.complete):\n"
-            "    try: look(Path(sys.argv[1]))\n    except errors.KitError as error: print(error.exit_code, error)\n"
+            "for folder in sys.argv[1:]:\n"
+            "    for look in (checkpoint.inspect, checkpoint.complete):\n"
+            "        try: look(Path(folder))\n"
+            "        except errors.KitError as error: print(error.exit_code, str(error).replace('\\n', ' '))\n"
         )
-        command = [sys.executable, "-c", code, str(folder)]
-        said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert (
-            said.stdout.count("You may not read ") == said.stdout.count("it has mode 0000 and belongs to root") == 2
-        ), said.stderr
-        assert said.stdout.startswith("1 ")
+        command = [sys.executable, "-c", code, *map(str, folders)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        said = done.stdout.splitlines()
+        assert len(said) == 2 * len(folders), done.stdout + done.stderr
+        for number, line in enumerate(said):
+            assert line.startswith("1 ") and f"{folders[number // 2]}" in line, line
+            assert "You may not read " in line and "it has mode 0000 and belongs to root" in line, line
 
 
 def test_metadata_that_would_run_code_is_not_run(tmp_path):
@@ -542,10 +547,9 @@ def test_the_saves_of_a_run_are_timed(finished_run, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_non_finite_weights_stops_at_its_first_save_and_keeps_older_checkpoints(recipe, local):
-    run = slurm.launch(recipe.override(**{"schedule.lr": 1e30, "schedule.warmup_ratio": 0.0}), local)
-    end = run.wait(timeout=400)
-    assert (end.state, end.exit_code) == ("FAILED", 1), run.log.read_text()
-    assert "KitError: The weights hold NaN or infinity at step 2" in run.log.read_text()
+    run = forked.freeze(recipe.override(**{"schedule.lr": 1e30, "schedule.warmup_ratio": 0.0}), local)
+    with pytest.raises(AssertionError, match="KitError: The weights hold NaN or infinity at step 2"):
+        forked.train(run)
     assert run.checkpoints() == []
 
 

@@ -146,8 +146,8 @@ def test_the_base_and_the_adapter_answer_side_by_side(run, tiny):
     assert "no exported adapter" in str(found.answer("Hello?"))
     config = LoraConfig(r=8, lora_alpha=400, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(load_model(str(tiny), torch.float32), config).save_pretrained(found.adapter)
-    replies = found.answer("Hello?").as_dict()
+    reply = found.answer("Hello?")
+    replies, shown = reply.as_dict(), reply.parts()[0]
     assert replies["base"] == answer(tiny, "Hello?") != replies["reply"]
-    shown = found.answer("Hello?").parts()[0]
     assert shown.columns == ("the base answers", "with the adapter")
     assert shown.rows == [(replies["base"], replies["reply"])]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 
 import psutil
@@ -34,13 +35,13 @@ def adapter(tiny, tmp_path_factory) -> Path:
 
 
 def make_adapter(base, folder):
-    code = f"""
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
-config = LoraConfig(r=8, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
-get_peft_model(AutoModelForCausalLM.from_pretrained({str(base)!r}), config).save_pretrained({str(folder)!r})
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=8, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT 0.20 still reads it
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
     return folder
 
 

@@ -216,8 +216,7 @@ FULL = """
 import os, sys
 from pathlib import Path
 from kit.slurm.folder import RunFolder
-from kit.train.__main__ import redirect_output, report
-from kit.train.callbacks import Progress, WandbRows, lost_rows
+from kit.train.output import redirect_output
 os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 console = redirect_output(RunFolder(Path(sys.argv[1])), 0)
 if sys.argv[2] == "full":
@@ -315,6 +314,7 @@ def test_waits_are_seconds_a_step_and_begin_anew_after_each_row():
     assert waits.row(accelerator) == {}
 
 
+@pytest.mark.slow
 def test_a_run_logs_its_waits_and_the_tokens_that_it_trains_on_and_says_what_it_does(finished_run):
     metrics = Metrics(finished_run.path)
     while metrics.poll():
