@@ -29,6 +29,9 @@ from tests import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment is active than the one that runs
+# Several workers share the cores: threads of torch that wait for each other took more than half of the CPU time of an
+# answer by the tiny model (7.9 s of two threads, 3.2 s of one).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
 ORACLES = Path(sys.prefix) / "oracles"
 SHARED_FOLDER = pytest.StashKey[Path]()

@@ -50,11 +50,11 @@ def test_the_loss_is_marked_exactly(chats):
     assert page.count(IN_LOSS_STYLE) == shown.documents
 
 
-@pytest.mark.parametrize("limit", range(1, 60))
-def test_the_end_of_a_preview_never_breaks_a_character(chats, limit):
-    shown = chats.preview(tokens=limit)
-    assert limit - 3 <= shown.shown <= limit
-    assert "\ufffd" not in "".join(span.text for span in shown.spans)
+def test_the_end_of_a_preview_never_breaks_a_character(chats):
+    for limit in range(1, 60):
+        shown = chats.preview(tokens=limit)
+        assert limit - 3 <= shown.shown <= limit
+        assert "\ufffd" not in "".join(span.text for span in shown.spans), limit
 
 
 def test_rows_and_splits_are_selected_by_number(recipe):
