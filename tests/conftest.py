@@ -58,7 +58,7 @@ LONGEST = (
     "tests/slurm/test_final_state.py", "tests/train/test_zero.py", "tests/checkpoints/test_timing.py",
     "tests/deploy/test_adapter.py", "tests/notebook/test_notebooks.py", "tests/train/test_trainer.py",
     "tests/deploy/test_serve.py", "tests/checkpoints/test_saving.py", "tests/forecast/test_shape.py",
-    "tests/notebook/test_execute.py",
+    "tests/notebook/test_execute.py", "tests/data/test_dataset.py", "tests/data/test_encode.py",
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def model_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_warm_and_cold_loads_are_labelled_by_their_proof(model_file):
     loadtime.time_load(model_file, ["load_file"], repeats=1)  # reads the pages of the code that loads
     (warm,) = loadtime.time_load(model_file, ["load_file"], repeats=2).methods

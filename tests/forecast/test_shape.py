@@ -191,6 +191,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", causal_types())
 def test_parameters_of_every_type_with_a_causal_model_are_exact_or_refused(kind: str) -> None:
     try:
@@ -231,6 +232,7 @@ def test_a_config_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (again.kinds, again.total, again.name) == (first.kinds, first.total, "two")
 
 
+@pytest.mark.slow
 def test_the_shipped_counts_are_those_of_the_models_that_transformers_builds() -> None:
     assert shipped_counts.TARGET.read_text() == shipped_counts.text()
 
@@ -242,6 +244,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKED)
 def test_parameters_stay_exact_or_are_refused_with_each_switch_of_a_config(kind: str) -> None:
     config = {key: value and SMALL.get(key, value) for key, value in default_config(kind).items()}
