@@ -84,6 +84,7 @@ def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0, pro
     _check_base(config.get("base_model_name_or_path") or "", str(base), origin, settings, _saved_heights(tensors))
     target = _Base(origin, base_weights, bool(config.get("fan_in_fan_out")) or _is_transposed(settings))
     outputs = _outputs(target, _updates(adapter, config, tensors, target))
+    _check_vocabulary(config.get("base_model_name_or_path") or "", target, tensors)
     size = sum(output.bytes for output in outputs.values())
     out.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out.parent).free) < size:
@@ -240,6 +241,29 @@ def _read_adapter(adapter: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _saved_heights(tensors: dict[str, Any]) -> set[int]:
     """Rows of the embeddings and the head that the adapter holds as a whole: the vocabulary that it was trained on."""
     return {len(tensor) for name, tensor in tensors.items() if name.replace(".base_layer.", ".").endswith(_VOCABULARY)}
+
+
+def _check_vocabulary(trained_on: str, base: _Base, tensors: dict[str, Any]) -> None:
+    """Warns where the training added rows to an embedding or a head of which the adapter holds none."""
+    known = base_config_folder(trained_on)
+    rows = _setting(files.read_json(Path(known) / "config.json"), "vocab_size") if known else None
+    saved = [name.replace(".base_layer.", ".") for name in tensors]
+    if base.tied_embedding and any(name.endswith(".base_layer.weight") for name in tensors):
+        return  # the one tensor of both
+    heights = _saved_heights(tensors)
+    missing = [
+        name
+        for name in base.weights.tensors
+        for end in _VOCABULARY
+        if name.endswith(end) and not any(given.endswith(end) for given in saved)
+    ]
+    if rows and missing and any(height > rows for height in heights):
+        warnings.warn(
+            f"The adapter was trained on {trained_on} with a vocabulary that was resized from {rows:,} to "
+            f"{max(heights):,} rows, and it does not hold {missing[0]}. The rows from {rows:,} on are those of "
+            f"{base.path}: the merged model is the trained one only if the training started from these.",
+            stacklevel=3,
+        )
 
 
 def _updates(adapter: Path, config: dict[str, Any], tensors: dict[str, Any], base: _Base) -> dict[str, Update]:

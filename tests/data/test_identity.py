@@ -20,7 +20,7 @@ PACKED_BYTES = {
         "split": "c189093ff503dff58ac5803dfa6dc03eb9681534600e4d6942cc8113efdaa63d",
     }
 }
-PACKED_BYTES[2] = PACKED_BYTES[1]  # the sample has no weights, tools or reasoning
+PACKED_BYTES[2] = PACKED_BYTES[3] = PACKED_BYTES[1]  # the sample has no weights, tools or reasoning
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])

@@ -253,7 +253,7 @@ def test_an_adapter_of_a_resized_vocabulary_merges_into_the_base_that_has_its_ro
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model (with|has) `tie_word_embeddings")
-@pytest.mark.filterwarnings("ignore:.*their shapes agree:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*their shapes agree:UserWarning", "ignore:.*does not hold:UserWarning")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("modules", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
 def test_embeddings_that_are_saved_below_lora_replace_those_of_the_base(tmp_path, tied, modules):
@@ -267,6 +267,20 @@ def test_embeddings_that_are_saved_below_lora_replace_those_of_the_base(tmp_path
     other.save_pretrained(tmp_path / "other")
     merged = merge(tmp_path / "adapter", tmp_path / "other", tmp_path / "merged").path
     assert (logits(base_model(merged)) - expected).abs().max() <= MERGED * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*their shapes agree:UserWarning")
+@pytest.mark.parametrize(("kept", "lost"), [("embed_tokens", "lm_head"), ("lm_head", "model.embed_tokens")])
+def test_one_of_two_resized_tensors_is_merged_with_a_warning_that_names_the_other(tmp_path, kept, lost):
+    model = train_resized(tmp_path, 136, tied=False, modules_to_save=[kept])
+    shutil.rmtree(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    words = rf"resized from 128 to 136 rows, and it does not hold {lost}\.weight\. The rows from 128 on are those of"
+    with pytest.warns(UserWarning, match=words):
+        merged = merge(tmp_path / "adapter", tmp_path / "resized", tmp_path / "merged").path
+    assert (logits(base_model(merged)) - logits(model)).abs().max() <= MERGED
+    with pytest.raises(KitError, match="has 128 rows, the adapter's has 136"):
+        merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "other")
 
 
 def test_another_vocabulary_than_the_adapters_is_refused_with_both_sizes(tmp_path):

@@ -57,6 +57,12 @@ def test_a_file_that_is_a_template_by_its_name_has_no_placeholders_to_fill_in() 
     assert [f.rule for f in lint(text, "train.sbatch") if f.severity == "error"] == ["KS107"]
 
 
+def test_a_fixed_host_in_a_variable_is_one_finding_wherever_the_variable_is_used() -> None:
+    port = "srun torchrun --nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$P train.py"
+    found = lint(two(f"export MASTER_ADDR=10.0.0.17\n{port}"))
+    assert [finding.line for finding in found if finding.rule == "KS417"] == [6]
+
+
 def test_all_placeholders_of_a_script_are_one_finding() -> None:
     text = option("--account=<account>").replace("hostname", "#SBATCH --partition={partition}\n#SBATCH --qos=<qos>")
     found = [finding for finding in lint(text) if finding.rule == "KS107"]

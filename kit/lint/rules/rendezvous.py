@@ -102,10 +102,13 @@ def own_host_as_address(script: Script) -> Iterator[Hit]:
 
 @rule("KS417")
 def fixed_host_as_address(script: Script) -> Iterator[Hit]:
+    found: set[str] = set()  # a variable's host is one cause, wherever the variable is used
     for address in _addresses(script):
         host = address.value.rpartition(":")[0] or address.value
         chosen = script.request.has("nodelist") or THIS_HOST.fullmatch(address.value)
-        if script.nodes != 1 and not chosen and re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", host):
+        is_name = re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", host)
+        if script.nodes != 1 and not chosen and is_name and host not in found:
+            found.add(host)
             yield Hit(address.line, host)
 
 
