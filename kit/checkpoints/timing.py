@@ -113,7 +113,7 @@ class LoadTimes(Result):
         return {
             "method": name,
             "GB/s": time.gb_s,
-            "range": f"{low:.2f} to {high:.2f}",
+            "range": f"{low:.3g} to {high:.3g}",
             "page cache": time.label.value,
             "call, s": time.call_s,
             "every page touched, s": time.touched_s,

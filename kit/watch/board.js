@@ -4,6 +4,7 @@
 // click a row of the heat map for its curves. Colours come from variables of the page's theme.
 const NS = "http://www.w3.org/2000/svg", H = 220, LEFT = 62, RIGHT = 22, BOTTOM = 38, ROW = 15, LETTER = 6.2;
 const BAD = "#d55e00", MINUTES = "minutes since the start";  // of kit/figures/palette.py and kit/watch/view.py
+const STEP = "optimizer step", FEWEST = 5;  // of kit/watch/charts.py
 const LATE = 8;  // seconds without an update after which the board says so; updates come every half a second
 const STYLE = `
   .kit-board { --ink: var(--jp-ui-font-color1, #0f172a); --muted: var(--jp-ui-font-color2, #5b6673);
@@ -24,6 +25,8 @@ const STYLE = `
     gap: 10px 20px; margin-top: 12px; }
   .kit-board .map { grid-column: 1 / -1; }
   .kit-board .scale { display: inline-block; width: 90px; height: 9px; margin: 0 6px; border: 1px solid var(--grid); }
+  /* the output above is the picture of the same board */
+  .jp-OutputArea-child:has(+ .jp-OutputArea-child .kit-board) { display: none !important; }
   .kit-board .warnings { color: ${BAD}; } .kit-board .warnings div { margin-top: 4px; }`;
 
 function add(parent, tag, attributes, text) {
@@ -68,6 +71,14 @@ function range(values, low, high, margin) {
   if (!(first <= last)) first = last = 0;
   const room = last > first ? margin * (last - first) : Math.abs(first) * 0.1 || 0.5;
   return [first === low ? first : first - room, last === high ? last : last + room];
+}
+
+// The ends of an x axis: of steps at least so many, as there is nothing between two of them.
+function xRange(panel) {
+  const values = panel.lines.flatMap(l => l.x);
+  if (panel.x_title !== STEP) return range(values, null, null, 0);
+  const first = values.reduce((a, b) => Math.min(a, b));
+  return [first, values.reduce((a, b) => Math.max(a, b), first + FEWEST)];
 }
 
 // The exponential moving average, as in kit/watch/charts.py.
@@ -131,7 +142,7 @@ function draw(svg, panel, view, wide) {
   if (panel.not_finite) add(svg, "text", { ...button, x: wide - RIGHT - (zoom ? 95 : 30), class: "bad bold" }, `NaN or infinite: ${panel.not_finite.toLocaleString("en")}`);
   if (!panel.lines.length) return add(svg, "text", { x: wide / 2, y: H / 2, "text-anchor": "middle" }, "nothing logged yet"), null;
   const top = legend(svg, panel.lines, wide), left = LEFT, right = wide - RIGHT, bottom = H - BOTTOM, level = log ? Math.log10 : v => v;
-  const [x0, x1] = zoom || range(panel.lines.flatMap(l => l.x), null, null, 0);
+  const [x0, x1] = zoom || xRange(panel);
   const seen = panel.lines.flatMap(l => l.y.filter((v, i) => v !== null && (l.limit || (l.x[i] >= x0 && l.x[i] <= x1)) && (!log || v > 0)));
   const [y0, y1] = log ? range(seen.map(level), null, null, 0.05) : range(seen, panel.low, panel.high, 0.05);
   const px = v => left + (v - x0) / (x1 - x0) * (right - left), py = v => bottom - (level(v) - y0) / (y1 - y0) * (bottom - top);
@@ -403,12 +414,6 @@ function render({ model, el }) {
   }
   slider.oninput = () => change({ smooth: +slider.value });
   part(".x-axis").onchange = e => change({ axis: e.target.value });
-  // The output above is the picture of the same board, which is hidden while this one is live.
-  let picture = null;
-  const hide = setTimeout(() => {
-    picture = el.closest(".jp-OutputArea-child")?.previousElementSibling;
-    if (picture) picture.style.display = "none";
-  }, 100);
   const watchdog = setInterval(() => { if (Date.now() - now(model).at > LATE * 1000) update(); }, 2000);
   let width = el.clientWidth;
   const resized = new ResizeObserver(() => { if (el.clientWidth !== width) { width = el.clientWidth; update(); } });
@@ -416,7 +421,7 @@ function render({ model, el }) {
   model.on("change:delta", update);
   model.on("change:view", update);
   update();
-  return () => { clearTimeout(hide); clearInterval(watchdog); resized.disconnect(); if (picture) picture.style.display = ""; model.off("change:delta", update); model.off("change:view", update); };
+  return () => { clearInterval(watchdog); resized.disconnect(); model.off("change:delta", update); model.off("change:view", update); };
 }
 
 export default { initialize, render };

@@ -22,6 +22,8 @@ TITLE_Y, LEGEND_ROW = 13, 15  # pixels
 LETTER = 6.2  # mean width of a letter at 11 px, in pixels
 DASHES = ("", "7 2", "2 2")  # for the first, second and third line of a colour
 LIMIT_DASH = "4 3"
+STEP = "optimizer step"  # title of an x axis
+FEWEST = 5  # steps that such an axis shows at least, as there is nothing between two of them
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,10 @@ class _Plot:
     @cached_property
     def x_range(self) -> tuple[float, float]:
         """The first and the last x."""
-        return _range(np.concatenate([line.x for line in self.lines]), math.inf, -math.inf, 0.0)
+        values = np.concatenate([line.x for line in self.lines])
+        if self.chart.x_title == STEP:
+            return float(values.min()), max(float(values.max()), float(values.min()) + FEWEST)
+        return _range(values, math.inf, -math.inf, 0.0)
 
     @cached_property
     def y_range(self) -> tuple[float, float]:

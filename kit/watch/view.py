@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kit.watch.charts import Chart, Line
+from kit.watch.charts import STEP, Chart, Line
 from kit.watch.metrics import Key
 from kit.watch.series import Floats
 from kit.watch.status import RunStatus
@@ -14,7 +14,7 @@ from kit.watch.status import RunStatus
 POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB
 ZOOM_POINTS = 12_000  # the same for the part that is zoomed into: all samples of 40 GPUs in five minutes
 MIN_POINTS = 20  # of each line, however many lines there are
-STEP, MINUTES = "optimizer step", "minutes since the start"
+MINUTES = "minutes since the start"
 STEADY = ("Learning rate", "CPU memory", "GPU memory", "GPU temperature")  # panels that are never smoothed
 
 

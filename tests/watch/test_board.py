@@ -606,3 +606,9 @@ def test_any_values_give_a_well_formed_svg(values):
     svg = Chart("a < b & c", "x", "y", [Line("<one>", list(range(len(values))), values)]).svg()
     ElementTree.fromstring(svg)
     assert "nan" not in "".join(part for part in svg.split('"') if part.startswith("M"))
+
+
+def test_the_first_steps_have_an_axis_of_whole_steps():
+    for x, numbers in (([0], "0 1 2 3 4 5"), ([7, 8], "7 8 9 10 11 12"), ([0, 1000], "0 200 400 600 800 1,000")):
+        drawn = texts(Chart("Loss", "optimizer step", "y", [Line("a", x, [1.0] * len(x))]).svg())
+        assert [text for text in drawn if re.fullmatch(r"[\d,.]+", text)][-6:] == numbers.split()

@@ -52,7 +52,7 @@ BEHIND = """step => {
   return found && +found[1].replaceAll(",", "") > step; }"""
 PICTURE_HIDDEN = """() => {
   const output = document.querySelector(".kit-board")?.closest(".jp-OutputArea-child");
-  return output && output.previousElementSibling.style.display === "none"; }"""
+  return output && getComputedStyle(output.previousElementSibling).display === "none"; }"""
 BACKGROUND = "getComputedStyle(document.querySelector('.kit-board')).backgroundColor"
 FRAMES = """() => new Promise(done => { const gaps = []; let last = performance.now(), end = last + 8000;
   const frame = now => { gaps.push(now - last); last = now; now < end ? requestAnimationFrame(frame) : done(gaps); };
@@ -266,9 +266,11 @@ def many_gpus(folder):
 
     feed = threading.Thread(target=go_on)
     feed.start()
-    yield
-    stop.set()
-    feed.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        feed.join()
 
 
 def test_64_gpus_of_8_nodes_are_drawn_and_a_silent_node_is_named(lab):
@@ -285,15 +287,18 @@ def test_64_gpus_of_8_nodes_are_drawn_and_a_silent_node_is_named(lab):
 
 def click_row(page, row, rows):
     """Click a row of the heat map, by its place."""
-    box = page.locator(".kit-board .map svg").bounding_box()
-    image = page.locator(".kit-board .map image").bounding_box()
-    page.mouse.click(box["x"] + 0.6 * box["width"], image["y"] + (row + 0.5) * image["height"] / rows)
+    box = page.evaluate("document.querySelector('.kit-board .map image').getBoundingClientRect().toJSON()")
+    page.mouse.click(box["x"] + 0.6 * box["width"], box["y"] + (row + 0.5) * box["height"] / rows)
+
+
+# Top and bottom of each element, at one time: the board draws them anew twice a second.
+BOXES = """selector => [...document.querySelectorAll(selector)].map(e => e.getBoundingClientRect())
+  .map(box => [box.top, box.bottom])"""
 
 
 def overlaps(page, selector):
     """How often one text covers another; the box of a text is higher than its letters."""
-    boxes = [text.bounding_box() for text in page.locator(selector).all()]
-    ends = sorted((box["y"], box["y"] + box["height"]) for box in boxes)
+    ends = sorted(page.evaluate(BOXES, selector))
     return sum(lower[0] < upper[1] - 3 for upper, lower in pairwise(ends))
 
 
@@ -313,6 +318,8 @@ def test_the_heat_map_shows_64_gpus_without_overlap_and_curves_of_those_that_are
             page.evaluate("getComputedStyle(document.querySelector('.kit-board')).backgroundColor")
             != "rgb(255, 255, 255)"
         )
+        page.wait_for_timeout(12_000)  # a newer picture was shown by then
+        assert page.evaluate(PICTURE_HIDDEN)
         click_row(page, 3, 64)
         curves = page.locator(".kit-board svg[aria-label='GPU power'] g path[stroke-linejoin]")
         until(lambda: curves.count() == 1)
