@@ -363,11 +363,11 @@ function render({ model, el }) {
     }
   }
   function updatePanel(panel, i, view) {
-    const state = panels[i] ??= { svg: svgOf(part(".panels"), panel.title), mouse: null, from: null };
+    const state = panels[i] ??= measured({ svg: svgOf(part(".panels"), panel.title), mouse: null, from: null });
     state.svg.setAttribute("aria-label", panel.title);
     state.svg.style.order = panel.hardware ? 2 : 0;
     state.x_title = panel.x_title;
-    state.scales = draw(state.svg, panel, view, state.svg.clientWidth || 470);
+    state.scales = draw(state.svg, panel, view, state.wide || 470);
     state.hover = () => follow(state, (v, height) => pointTexts(panel, state.scales, v, height));
     state.zoom = ends => zoomTo(panel.x_title, ends);
     state.log = () => { const logs = view.log || []; change({ log: logs.includes(panel.title) ? logs.filter(t => t !== panel.title) : [...logs, panel.title] }); };
@@ -380,7 +380,7 @@ function render({ model, el }) {
     part(".panels").append(box);
     box.querySelector(".reading").onchange = e => change({ map: e.target.value });
     box.querySelector(".slowest").onchange = e => change({ slowest_first: e.target.checked });
-    return { box, svg: svgOf(box, "heat map"), mouse: null, from: null, x_title: MINUTES };
+    return measured({ box, svg: svgOf(box, "heat map"), mouse: null, from: null, x_title: MINUTES });
   }
   function updateMap(map, i, view, data) {
     const state = maps[i] ??= newMap(), of = selector => state.box.querySelector(selector), selected = view.selected || [];
@@ -391,7 +391,7 @@ function render({ model, el }) {
     options(of(".reading"), data.readings, map.name);
     of(".slowest").checked = !!view.slowest_first;
     const colours = Object.fromEntries(data.panels.filter(p => p.hardware).flatMap(p => p.lines.map(l => [l.label, l.colour])));
-    state.scales = drawMap(state.svg, map, view, state.svg.clientWidth || 960, colours);
+    state.scales = drawMap(state.svg, map, view, state.wide || 960, colours);
     state.hover = () => follow(state, (v, height) => cellTexts(map, state.scales, v, height));
     state.zoom = ends => ends === null && selected.length && !view.zoom?.[MINUTES] ? change({ selected: [] }) : zoomTo(MINUTES, ends);
     state.click = height => {
@@ -401,7 +401,24 @@ function render({ model, el }) {
     if (!state.svg.onpointerdown) watchMouse(state.svg, state);
     if (state.mouse !== null) state.hover();
   }
+  // Panels and maps are drawn one at a time, those that wait longest first, so that the page answers in between. Widths
+  // are read before anything changes: each reading after a change would lay out the page again.
+  const measured = state => Object.assign(state, { wide: state.svg.clientWidth });
+  const waiting = new Set();
+  let drawing = false;
+  function drawNext() {
+    const [first] = waiting, data = now(model), view = model.get("view");
+    drawing = first !== undefined;
+    if (!drawing) return;
+    waiting.delete(first);
+    const [kind, i] = first.split(" ");
+    if (kind === "panel" && data.panels[i]) updatePanel(data.panels[i], i, view);
+    if (kind === "map" && data.maps[i]) updateMap(data.maps[i], i, view, data);
+    setTimeout(drawNext);
+  }
   function update() {
+    panels.forEach(measured);
+    maps.forEach(measured);
     const data = now(model), view = model.get("view"), late = Math.round((Date.now() - data.at) / 1000);
     part(".heads").replaceChildren(...data.runs.map(run => head(run, late > LATE && late)));
     part(".warnings").replaceChildren(...data.warnings.map(text => Object.assign(document.createElement("div"), { textContent: "\u25B2 " + text })));
@@ -409,8 +426,9 @@ function render({ model, el }) {
     options(part(".x-axis"), Object.fromEntries(data.axes.map(axis => [axis, axis])), data.axes.includes(view.axis) ? view.axis : data.axes[0]);
     while (panels.length > data.panels.length) panels.pop().svg.remove();
     while (maps.length > data.maps.length) maps.pop().box.remove();
-    data.panels.forEach((panel, i) => updatePanel(panel, i, view));
-    data.maps.forEach((map, i) => updateMap(map, i, view, data));
+    data.panels.forEach((_, i) => waiting.add(`panel ${i}`));
+    data.maps.forEach((_, i) => waiting.add(`map ${i}`));
+    if (!drawing) drawNext();
   }
   slider.oninput = () => change({ smooth: +slider.value });
   part(".x-axis").onchange = e => change({ axis: e.target.value });

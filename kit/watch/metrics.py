@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kit.errors import InputError, KitError
-from kit.watch.samples import CHUNK, Reading, SampleFile, parse_sample, parse_wandb_sample
+from kit.watch.samples import Reading, SampleFile, chunk_of, parse_sample, parse_wandb_sample
 from kit.watch.series import Floats, Series
 from kit.watch.wandb_log import READ, UNDECODABLE, Kind, Tail, find_logs
 
@@ -199,7 +199,7 @@ class _FileReader:
 
     def _read_samples(self, node: SampleFile) -> bool:
         try:
-            samples = node.poll()
+            samples = node.poll(chunk_of(len(self.nodes)))
         except (KitError, OSError) as problem:
             self._problem = str(problem)
             return False
@@ -338,5 +338,5 @@ class Metrics(Store):
             for path, log in list(self._all.logs.items())[-1:]:
                 reader.logs[path] = _Log(Tail(path, path.stat().st_size - NEWEST), log.host)
         for path in self._all.nodes:
-            reader.nodes[path] = SampleFile(path, path.stat().st_size - CHUNK)
+            reader.nodes[path] = SampleFile(path, path.stat().st_size - chunk_of(len(self._all.nodes)))
         return reader

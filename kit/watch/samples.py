@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from kit import files
 
 GB, GIB = 1e9, 1 << 30
-CHUNK = 1 << 18  # bytes a poll, about 3 ms of work; a line has 1.5 kB on a node of eight GPUs
+CHUNK = 1 << 18  # bytes a poll at most, about 8 ms of work; a line has 1.5 kB on a node of eight GPUs
+ALL_CHUNKS = 1 << 20  # bytes a poll of all files of a run together, where these are many
+SMALLEST = 1 << 15
+
+
+def chunk_of(files_of_run: int) -> int:
+    """Bytes that a poll reads of each of so many files."""
+    return max(SMALLEST, min(CHUNK, ALL_CHUNKS // max(1, files_of_run)))
 
 
 class Reading(NamedTuple):
@@ -70,15 +77,15 @@ class SampleFile:
         self._offset = max(0, start)
         self._starts_inside_a_line = start > 0
 
-    def poll(self) -> list[Any]:
-        """The next complete lines, parsed; a line that is still being written is left for later. Raises OSError."""
+    def poll(self, size: int = CHUNK) -> list[Any]:
+        """The next complete lines of so many bytes, parsed; an incomplete one is left for later. Raises OSError."""
         with files.open_regular(self.path) as stream:
             self.left = stream.seek(0, os.SEEK_END) - self._offset
             stream.seek(self._offset)
-            data = stream.read(CHUNK)
+            data = stream.read(size)
         end = data.rfind(b"\n") + 1
-        if not end and len(data) == CHUNK:
-            return self._skip_long_line()
+        if not end and len(data) == size:
+            return self._skip_long_line(size)
         lines = data[:end].splitlines()
         if end and self._starts_inside_a_line:
             self._starts_inside_a_line, lines = False, lines[1:]
@@ -89,13 +96,13 @@ class SampleFile:
         except (ValueError, RecursionError):
             return [sample for line in lines for sample in self._parse(line)]
 
-    def _skip_long_line(self) -> list[Any]:
+    def _skip_long_line(self, size: int) -> list[Any]:
         """Go on behind the present chunk, which is a part of one line; no sample is that long."""
         if not self._starts_inside_a_line:
             self._starts_inside_a_line = True
             self.damaged += 1
-        self._offset += CHUNK
-        self.left -= CHUNK
+        self._offset += size
+        self.left -= size
         return []
 
     def _parse(self, line: bytes) -> list[Any]:
