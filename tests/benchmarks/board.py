@@ -203,7 +203,7 @@ def day_in_kernel(folder):
         painted = time.perf_counter() - start
         cell = late(client, "4")["max"]
         read_after, sizes = None, []
-        end = time.perf_counter() + 400
+        end = time.perf_counter() + 200
         while time.perf_counter() < end:
             message = client.get_iopub_msg(timeout=60)
             data = message["content"].get("data", {})
