@@ -32,8 +32,8 @@ def inspect_nodes(
         folder.mkdir(parents=True)
         files.write(folder / PROFILE, cluster.toml())
         run = launch_script(render_script(cluster, folder, nodes, gres), cluster, "survey")
-        say(f"job {run.job_id} inspects {nodes} nodes; it takes a minute once it has started")
-        outcome, answer_timeout = _wait(run, patience)
+        note = f"job {run.job_id} inspects {nodes} nodes; it takes a minute once it has started"
+        outcome, answer_timeout = _wait(run, patience, lambda: say(note))
         answers = _collect(folder, nodes, answer_timeout)
     except (KitError, OSError) as error:
         return {"Slurm": [Finding("job", "not submitted", "sbatch", str(error))]}
@@ -46,9 +46,10 @@ def inspect_nodes(
     return {"Slurm": [job]} | answers
 
 
-def _wait(run: Run, patience: float) -> tuple[str, float]:
+def _wait(run: Run, patience: float, announce: Callable[[], None]) -> tuple[str, float]:
     """How the job ended, and for how many seconds answers may still arrive over the network file system."""
     try:
+        announce()
         end = run.wait(patience)
     except BaseException as error:  # Ctrl-C, or too long in the queue
         pending = run.state.pending
