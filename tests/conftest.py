@@ -32,6 +32,8 @@ os.environ.pop("VIRTUAL_ENV", None)  # IPython warns where another environment i
 # Several workers share the cores: threads of torch that wait for each other took more than half of the CPU time of an
 # answer by the tiny model (7.9 s of two threads, 3.2 s of one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# huggingface_hub reads it once, as it is imported; without it a test of data that are missing retries for 23 s.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHARED = Path(os.environ.get("KIT_SHARED", REPOSITORY.parent / "shared"))
 ORACLES = Path(sys.prefix) / "oracles"
 SHARED_FOLDER = pytest.StashKey[Path]()
