@@ -175,10 +175,14 @@ def find_files(source: str) -> SourceFiles:
 
 
 def check_place(source: str) -> None:
-    """Raises InputError where the source is written as a path and nothing is there; a hub id is not looked up."""
+    """Raises InputError where the source is written as a path and nothing is there; a hub id is not looked up.
+
+    Hub ids have one slash, or none and no dot.
+    """
     path = files.locate(source)
     written_as_path = DATA_FILE.search(source) or source.startswith((".", "/", "~")) or source.count("/") > 1
-    if not written_as_path or path.exists():
+    has_suffix = "/" not in source and "." in source
+    if not (written_as_path or has_suffix) or path.exists():
         return
     folder = path.parent if path.parent.is_dir() else Path()
     close = difflib.get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)

@@ -95,14 +95,15 @@ def test_the_command_line_shows_the_same_plan_and_launches_nothing(recipe, tmp_p
     assert shown.index("linter") < shown.index("#!/bin/bash\n") and found["script"].rstrip() in shown
 
 
-def test_a_missing_data_file_is_noticed_before_anything_else(recipe, local, capsys, tmp_path):
+@pytest.mark.parametrize("name", ["chat.jsonl", "chats.jsnl"])
+def test_a_missing_data_file_is_noticed_before_anything_else(name, recipe, local, capsys, tmp_path):
     (tmp_path / "chats.jsonl").touch()
-    missing = recipe.override(**{"data.source": "chat.jsonl"})
+    missing = recipe.override(**{"data.source": name})
     (tmp_path / "r.toml").write_text(missing.toml())
-    with pytest.raises(InputError, match=r"Data 'chat.jsonl' not found: .* did you mean 'chats.jsonl'"):
+    with pytest.raises(InputError, match=rf"Data '{name}' not found: .* did you mean 'chats.jsonl'"):
         slurm.launch(missing, local)
     assert main(["launch", "r.toml"]) == 2 and "did you mean 'chats.jsonl'" in capsys.readouterr().err
-    assert main(["predict", "r.toml"]) == 0 and "Warning: Data 'chat.jsonl' not found" in capsys.readouterr().out
+    assert main(["predict", "r.toml"]) == 0 and f"Warning: Data '{name}' not found" in capsys.readouterr().out
     assert main(["prepare", "r.toml"]) == 2 and "did you mean 'chats.jsonl'" in capsys.readouterr().err
 
 
