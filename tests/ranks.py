@@ -65,7 +65,7 @@ def start(imports: str, packages: list[str], folder: Path) -> None:
 
 
 def serve(address: str, imports: str) -> None:
-    """Import, then answer each request in a process of its own, so that tests of several workers run side by side."""
+    """Import, then answer each request in its own process, so that tests of several workers run side by side."""
     importlib.import_module(imports)
     assert imports != MODEL or "peft" not in sys.modules
     gc.collect()

@@ -10,7 +10,7 @@ environment=${1:?the first argument is a folder for environments}/$name
 shift
 python=$environment/bin/python
 
-# build TRAINER==VERSION PACKAGE...: torch first and alone, so that a wheel on a local index is taken.
+# build TRAINER==VERSION PACKAGE...: torch first, in its own call, so that a wheel on a local index is taken.
 build() {
   [ ! -e "$environment/.ready" ] || return 0
   "${PYTHON:-python3}" -m venv "$environment"

@@ -144,7 +144,7 @@ def _locate(wanted: tuple[Piece, int]) -> Piece:
 
 def _raw_bytes(piece: Piece, view: Any) -> Piece | None:
     """The values in an archive as a piece without the archive; None where they are not one run of bytes."""
-    with skip_data():  # shape and strides alone
+    with skip_data():  # only shape and strides
         archive: Any = torch._C.PyTorchFileReader(view)
         start = piece.start + archive.get_record_offset("data/0")
         stored = record_sizes(view).get("data/0", 0)

@@ -81,7 +81,7 @@ class LoadTime:
 
 @dataclass(frozen=True)
 class LoadTimes(Result):
-    """Load times by path, method and number of ranks; a note says why there are none.
+    """Load times by path, method and number of ranks; a note says why the list is empty.
 
     left_out: the methods that this machine cannot use, with the reason.
     """

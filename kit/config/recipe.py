@@ -97,7 +97,7 @@ class Parallel:
     strategy: Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "fsdp2"
     """How the model is replicated or sharded."""
     sharding: Literal["full", "grad_op", "hybrid"] = "full"
-    """FSDP: shard parameters as well (full), gradients and optimizer alone (grad_op), or within a node (hybrid)."""
+    """FSDP: shard parameters too (full), only gradients and optimizer state (grad_op), or within a node (hybrid)."""
     nodes: PositiveInt = 1
     """Nodes of the job."""
     gpus_per_node: PositiveInt = 1

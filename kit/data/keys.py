@@ -24,7 +24,7 @@ WEIGHTS: dict[str, tuple[float, float]] = {
 }
 GOOD = ("label", "kto_tag")  # false marks an answer to avoid (TRL's and LLaMA-Factory's KTO)
 
-# Non-empty lists of files: the text alone is not what the row means.
+# Non-empty lists of files: the text is only a part of what the row means.
 MEDIA_LISTS = ("images", "videos", "audios")
 MEDIA_SINGLE = ("image", "video", "audio")
 MEDIA_TOKEN = re.compile(r"<\|?(?:image|video|audio)(?:_?\w+)?\|?>|\[IMG\]")

@@ -159,7 +159,7 @@ class Placement:
         return len(found) == len(contents) or not any(map(self.surroundings.special.search, contents))
 
     def _regions_of_replies(self) -> dict[int, list[_Region]] | None:
-        """The regions of each reply by its message's index; reasoning alone may be missing."""
+        """The regions of each reply by its message's index; only reasoning may be missing."""
         expected = []
         for index, message in enumerate(self.shown):
             if message["role"] != "assistant":
@@ -247,7 +247,7 @@ class Placement:
 
 
 def _regions(marked: str) -> list[_Region] | None:
-    """Marked texts in order; None where marks are nested, doubled or alone."""
+    """Marked texts in order; None where marks are nested, doubled or not paired."""
     regions: list[_Region] = []
     at, start, open_marks = 0, 0, ""
     for part in MARK.split(marked):

@@ -1,7 +1,7 @@
 """Chat template: a tokenizer's own rendering of conversations, with the exact place of each message in it.
 
 A conversation is rendered as it is, so its text is the one of inference. The text of a plain conversation is compared
-with the template's text between contents, which depends on the roles alone. Where it differs, the conversation is
+with the template's text between contents, which depends only on the roles. Where it differs, the conversation is
 rendered once more with marks in its messages. The marks give the places if the text without them is still the same;
 else the template has looked at the marks, and the conversation is refused.
 """

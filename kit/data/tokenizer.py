@@ -25,7 +25,7 @@ def train_tokenizer(source: str, out: Path, vocab_size: int = 32_000) -> Answer:
 
     Any text is decoded exactly, and the same texts give the same files. Returns the folder, the size of the vocabulary
     and, by language, the fertility on texts of the source. Raises InputError for an existing OUT, KitError where there
-    is no text or vocab_size has no room for the bytes and the control tokens.
+    is no text or vocab_size is too small for the bytes and the control tokens.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -131,7 +131,7 @@ def _foreach_hazard(shape: Shape, recipe: Recipe, on_cpu: bool) -> bool:
 def _warnings(shape: Shape, recipe: Recipe, cluster: Cluster, host: HostMemory | None) -> Iterator[str]:
     parallel, nodes, layout = recipe.parallel, cluster.nodes, Layout.of(recipe, cluster)
     if nodes.gpus and not nodes.gpu_memory_gib:
-        yield f"There is no verdict: set nodes.gpu_memory_gib in the profile of {cluster.name}."
+        yield f"No verdict: set nodes.gpu_memory_gib in the profile of {cluster.name}."
     yield from shape.notes
     rows = min(shape.hidden, *(linear.outputs for linear in shape.linears))
     if recipe.tuning.method != "full":

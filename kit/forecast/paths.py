@@ -73,7 +73,7 @@ def compiled_layer_bytes(shape: Shape, recipe: Recipe, compute: int, norm_width:
 
     Inductor keeps what matmuls and attention need and computes elementwise results again: the inputs of the norms in
     the compute type, queries, keys, values, the attention's output, and of a gated feed-forward both projections.
-    Values that are a view of a fused projection keep all of it, beside the rotated queries and keys.
+    Values that are a view of a fused projection keep all of it, in addition to the rotated queries and keys.
     """
     full = recipe.tuning.method == "full"
     adapted = list(shape.linears) if full else shape.targeted(recipe.tuning.target_modules)

@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices(Result, Sequence[Choice]):
-    """Settings that fit, fastest first. Where there are none, `reason` says why. `notes`: advice about the recipe."""
+    """Settings that fit, fastest first. Where it is empty, `reason` says why. `notes`: advice about the recipe."""
 
     choices: tuple[Choice, ...]
     reason: str = ""

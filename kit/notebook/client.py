@@ -155,7 +155,7 @@ class CellRunner(NotebookClient):  # type: ignore[misc]
         return Outcome(Ending.COMPLETED)
 
     def failure(self, cell: Any, error: CellExecutionError) -> Outcome:
-        """The outcome of a cell that raised. Of an error while a result is shown, its output alone has the name."""
+        """The outcome of a cell that raised. Of an error while a result is shown, only its output has the name."""
         raised = [output for output in cell.outputs if output.output_type == "error"]
         last = raised[-1] if raised else error
         if last.ename == "SystemExit" and last.evalue in ("", "0", "None"):

@@ -56,7 +56,7 @@ class Measurement(Result, Sequence[Measured]):
         return self.measured[index]
 
     def as_dict(self) -> dict[str, Any]:
-        """As for the forecast alone, with the measured settings under "measured"."""
+        """As for the forecast, with the measured settings under "measured"."""
         return self.choices.as_dict() | {"measured": [each.as_dict() for each in self.measured]}
 
     def parts(self) -> Iterator[Part]:

@@ -39,7 +39,7 @@ def read_records(run: RunFolder) -> list[Record]:
 
 
 def _since_submission(lines: list[Record], info: Mapping[str, Any]) -> list[Record]:
-    """The lines since the last submission: Slurm gives job ids again once they wrap, so the id alone does not tell.
+    """The lines since the last submission: Slurm gives job ids again once they wrap, so the id is not enough to tell.
 
     Runs that were submitted before submissions had a name in the ledger have their time only.
     """

@@ -6,7 +6,7 @@ node answers with the port for torch's rendezvous, or with the exit code that al
 cannot meet so ends in seconds, with one line that says why.
 
 All messages are authenticated (kit.slurm.handshake) by a random key, which the job script makes at each start and hands
-to these tasks alone. Other connections are closed and counted.
+only to these tasks. Other connections are closed and counted.
 """
 
 import contextlib
@@ -240,7 +240,7 @@ def _listen(node: Node) -> tuple[socket.socket, socket.socket]:
     """Two sockets on the first of the node's ports that is free: one reserves it, the other one listens.
 
     The reservation is on all interfaces, as torch's store listens on all of them later; this job's nodes are listened
-    to at the head node's address alone, where it is an address of this machine. Raises RendezvousError where no port is
+    to only at the head node's address, where it is an address of this machine. Raises RendezvousError where no port is
     free.
     """
     ports = node.ports

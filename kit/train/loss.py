@@ -7,7 +7,7 @@ import torch
 
 from kit.forecast.limits import find_compiler
 
-# Tokens whose logits exist at a time. Compiled, they exist in 16 bits alone: 1 GB of a vocabulary of 128k; uncompiled,
+# Tokens whose logits exist at a time. Compiled, they exist only in 16 bits: 1 GB of a vocabulary of 128k; uncompiled,
 # also in fp32, three times over.
 COMPILED_CHUNK, CHUNK = 4096, 512
 
@@ -33,7 +33,7 @@ def statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor
 class FrozenHead(torch.autograd.Function):
     """Log-probability, entropy and accuracy of each label; only the log-probability is differentiable.
 
-    Its derivative by a hidden state depends on that token alone: (onehot - softmax) W. So the forward pass computes it
+    Its derivative by a hidden state depends only on that token: (onehot - softmax) W. So the forward pass computes it
     while it has the logits, and the backward pass scales it by the gradient of the log-probability, where a loss over
     all tokens would project a third time to have the logits again.
     """

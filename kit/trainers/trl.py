@@ -50,7 +50,7 @@ def shards(recipe: Recipe, on_gpus: bool) -> bool:
     """Whether FSDP shards the weights.
 
     accelerate does not use it for a single CPU process. A single GPU has nothing to share: FSDP is used there for full
-    fine-tunes alone, of which it keeps the weights in fp32.
+    fine-tunes only, of which it keeps the weights in fp32.
     """
     several = recipe.world_size > 1
     return recipe.parallel.strategy in ("fsdp1", "fsdp2") and (several or (on_gpus and recipe.tuning.method == "full"))

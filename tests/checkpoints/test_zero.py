@@ -65,7 +65,7 @@ def save(folder):
     package = oracle("deepspeed-0.19.8")
     (folder / "save.py").write_text(SAVE)
     run_ranks(RANKS, folder / "save.py", folder, packages=[package])
-    for stage in (2, 3):  # what transformers' Trainer writes beside it
+    for stage in (2, 3):  # what transformers' Trainer writes with it
         checkpoint = folder / f"stage{stage}" / "checkpoint-2"
         (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
         for rank in range(RANKS):

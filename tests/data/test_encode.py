@@ -232,7 +232,7 @@ def test_reasoning_is_in_the_loss_where_the_template_keeps_it(smollm2):
 
 
 def test_white_space_that_a_template_takes_off_is_not_in_the_loss(smollm2):
-    encoder = with_trl_template(smollm2, "qwen3")  # strips the last reply's front alone
+    encoder = with_trl_template(smollm2, "qwen3")  # strips only the front of the last reply
     assert counted(encoder, chat("Hi", "\n\nIt is 2.")) == "It is 2.<|im_end|>"
     left = Encoder(with_template(smollm2, MARKS.replace("CONTENT", "m.content.lstrip()")))
     assert counted(left, chat(" Hi ", " It is 2. ")) == "It is 2. <|im_end|>"

@@ -138,7 +138,7 @@ def test_the_plan_is_that_of_the_run(run):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.20 still reads it
 def test_the_base_and_the_adapter_answer_side_by_side(run, tiny):
-    """An adapter of random weights changes the answer; the base's answer is that of the base alone."""
+    """An adapter of random weights changes the answer; the base's answer is that of the base without it."""
     import torch
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Damaged run folders: each has a state or an error that names the file, and never affects the run beside it."""
+"""Damaged run folders: each has a state or an error that names the file, and never affects another run."""
 
 import json
 import os

@@ -6,6 +6,7 @@ are in the page cache when they are read. PREPARED is a folder that `kit prepare
 """
 
 import contextlib
+import importlib.metadata
 import json
 import sys
 import tempfile
@@ -18,10 +19,11 @@ import torch
 from speed import LLAMA, cluster_here
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset
 from kit.files import REPOSITORY, read_json, write_json
-from kit.forecast.choices import resolve
+from kit.forecast.choices import Resolution, resolve
 from kit.slurm import launch
 from kit.slurm.run import Run
 from kit.slurm.submit import submit
@@ -32,6 +34,7 @@ LORA = {"tuning.method": "lora", "tuning.target_modules": ALL, "schedule.max_ste
 FULL = {"tuning.method": "full"}
 SAVES = FULL | {"schedule.max_steps": 16, "schedule.save_every": 5, "schedule.keep": 1}
 LIMIT_S = 180
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def write_model(folder: Path, name: str, tokenizer: Path) -> None:
@@ -86,11 +89,11 @@ def watch(run: Run, last_step: int) -> dict[str, Any]:
     return {"state": state.state, "wall_s": round(time.monotonic() - begun, 1), "most_host_gb_of_a_rank": peaks}
 
 
-def train(name: str, recipe: Recipe, bench: Any, prepared: Dataset, last_step: int = 0) -> dict[str, Any]:
+def train(name: str, recipe: Recipe, cluster: Cluster, prepared: Dataset, last_step: int = 0) -> dict[str, Any]:
     """Launch a run as `kit launch` does; what it logged about loads and saves."""
-    chosen = resolve(recipe.override(**{"schedule.max_steps": 1000}), bench, compiler=True)
+    chosen = resolve(recipe.override(**{"schedule.max_steps": 1000}), cluster, compiler=True)
     steps = {"schedule.max_steps": recipe.schedule.max_steps}
-    run = launch.freeze(chosen.__class__(chosen.recipe.override(**steps)), bench, prepared, None)
+    run = launch.freeze(Resolution(chosen.recipe.override(**steps)), cluster, prepared, None)
     submit(run)
     found = {"run": name} | watch(run, last_step)
     metrics = Metrics(run.path)
@@ -98,7 +101,6 @@ def train(name: str, recipe: Recipe, bench: Any, prepared: Dataset, last_step: i
         pass
     wanted = ("train/base_load_s", "train/base_load_gb", "train/base_load_gb_s", "train/save_blocked_s", "train/step_s")
     found |= {key: [round(value, 4) for value in metrics.series[key].values] for key in wanted if key in metrics.series}
-    found |= {"series": sorted(metrics.series)[:60]} if "train/base_load_s" not in metrics.series else {}
     found["log"] = (run.path / "logs" / "rank-000.log").read_text(errors="replace")[-1200:]
     return found
 
@@ -109,7 +111,7 @@ def main(out: Path, prepared: Path) -> None:
     cluster, dataset = cluster_here(scratch), Dataset(prepared.absolute())
     report: dict[str, Any] = {
         "card": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
-        "versions": {"torch": torch.__version__},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "runs": [],
     }
     small, large = scratch / "1b", scratch / "8b"

@@ -54,7 +54,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                        window_size=window)
 
 def flash_attn_func(*args, **kwargs):
-    raise NotImplementedError("packed rows alone")
+    raise NotImplementedError("only packed rows")
 
 flash_attn_with_kvcache = flash_attn_func
 """,
@@ -199,7 +199,7 @@ class Bench:
         if arm.kind != "unsloth":
             path += [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != REPOSITORY]
         return os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONPATH": os.pathsep.join(str(Path(place).absolute()) for place in path),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),

@@ -1,4 +1,4 @@
-"""The linter's findings in config files of DeepSpeed, and its table of keys beside DeepSpeed's own models."""
+"""The linter's findings in config files of DeepSpeed, and its table of keys compared with DeepSpeed's own models."""
 
 import json
 import subprocess

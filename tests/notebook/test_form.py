@@ -1,4 +1,4 @@
-"""Forms, the launch button and the buttons of a run: in JupyterLab alone, and refused values set nothing."""
+"""Forms, the launch button and the buttons of a run: only in JupyterLab, and refused values set nothing."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Types of parameters without annotations, of odd annotations and of odd values: typed, or refused alone."""
+"""Types of parameters without annotations, of odd annotations and of odd values: typed, or refused one by one."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A job's log of 5 GB, without blocks on the disk but for its end: commands read the end alone."""
+"""A job's log of 5 GB, without blocks on the disk but for its end: commands read only the end."""
 
 import os
 import subprocess

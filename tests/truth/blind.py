@@ -147,7 +147,7 @@ What the misses taught:
 - Gemma-3 and Mistral hand sdpa a mask once a row is as long as their sliding window. Mistral-Nemo's published config
   has no window; this model was made with the 4096 of transformers' default, which explains the 3.1 GiB that remain.
 - SmolLM3 under DDP took 4.3 GiB less than forecast, which held DDP's first buckets and their successors at once, as a
-  faster run of Llama-3.2-1B had shown. NCCL lets go of the first ones at the next collective after its watchdog, which
+  faster run of Llama-3.2-1B had shown. NCCL frees the first ones at the next collective after its watchdog, which
   looks every 100 ms, has seen that they are reduced: the upper end of the forecast holds them, the peak does not.
 - Step times of experts and of short steps on two GPUs are forecast too short: by 26 to 36 %.""".splitlines()
 

@@ -46,7 +46,7 @@ def test_a_long_file_is_read_in_parts_and_from_the_middle(tmp_path):
     [
         (["sda", "sda1"], ["sda"]),
         (["nvme0n1", "nvme0n1p1", "nvme0n1p2", "nvme1n1"], ["nvme0n1", "nvme1n1"]),
-        (["vda1", "vda2"], ["vda1", "vda2"]),  # a container may see the partitions alone
+        (["vda1", "vda2"], ["vda1", "vda2"]),  # a container may see only the partitions
         (["sda", "sda1", "sda12", "sdaa", "sdaa1"], ["sda", "sdaa"]),
         (["mmcblk0", "mmcblk0p1"], ["mmcblk0"]),
         (["sda", "dm-0", "dm-1"], ["sda"]),
