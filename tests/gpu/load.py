@@ -3,7 +3,8 @@
 A model of random bf16 weights (8.6 GB) is written as DCP, safetensors and a torch file (three times GB on the disk that
 holds the temporary folder). Then every method loads it to the GPU, three times cold and twice warm, beside plain reads
 of the disk and copies to the GPU; with the word ranks, 2 and 8 ranks load the DCP one to the CPU instead.
-Needs torch, safetensors, psutil; fastsafetensors, and runai-model-streamer with humanize, take part where installed.
+Needs torch, safetensors, psutil; fastsafetensors, runai-model-streamer with humanize, instanttensor, and kvikio-cu13
+take part where installed.
 """
 
 import importlib.metadata
@@ -58,7 +59,7 @@ def copies(pinned: bool) -> list[float]:
 def main(out: Path, gb: float = 8.6, what: str = "gpu") -> None:
     """All tables, the JSON written after each."""
     scratch = Path(tempfile.mkdtemp(prefix="load-"))
-    packages = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer")
+    packages = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer", "instanttensor", "kvikio-cu13")
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name(), "cpus": psutil.cpu_count(), "storage": mount(scratch),

@@ -1,4 +1,4 @@
-"""Measure how a sharded base is loaded, and how long saves block: `python tests/gpu/scale.py OUT.json PREPARED`.
+"""Measure how a sharded base is loaded, and how long saves block: `python tests/gpu/scale.py OUT.json PREPARED [NAME]`.
 
 Two GPUs or more. Models of the shapes of Llama 3.1 8B and Llama 3.2 1B with random weights are written to the disk that
 holds the temporary folder (19 GB, and 30 GB for checkpoints), and then trained by `kit launch` under FSDP2. The files
@@ -32,7 +32,7 @@ from kit.watch.metrics import Metrics
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"tuning.method": "lora", "tuning.target_modules": ALL, "schedule.max_steps": 6, "schedule.save_every": 6}
 FULL = {"tuning.method": "full"}
-SAVES = FULL | {"schedule.max_steps": 16, "schedule.save_every": 5, "schedule.keep": 1}
+SAVES = FULL | {"schedule.max_steps": 18, "schedule.save_every": 8, "schedule.keep": 1}
 LIMIT_S = 180
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
@@ -105,8 +105,8 @@ def train(name: str, recipe: Recipe, cluster: Cluster, prepared: Dataset, last_s
     return found
 
 
-def main(out: Path, prepared: Path) -> None:
-    """All runs, the JSON written after each."""
+def main(out: Path, prepared: Path, only: str = "") -> None:
+    """All runs, or those whose names contain `only`; the JSON written after each."""
     scratch = Path(tempfile.mkdtemp(prefix="scale-"))
     cluster, dataset = cluster_here(scratch), Dataset(prepared.absolute())
     report: dict[str, Any] = {
@@ -115,10 +115,6 @@ def main(out: Path, prepared: Path) -> None:
         "runs": [],
     }
     small, large = scratch / "1b", scratch / "8b"
-    begun = time.monotonic()
-    write_model(small, "meta-llama/Llama-3.2-1B", dataset.path / "tokenizer")
-    write_model(large, "meta-llama/Llama-3.1-8B", dataset.path / "tokenizer")
-    report["written_s"] = round(time.monotonic() - begun, 1)
     base = Recipe.load("demo").override(**{
         "data.seq_len": 4096, "parallel.strategy": "fsdp2", "parallel.gpus_per_node": 2, "schedule.eval_every": 0,
         "schedule.lr": 1e-5,
@@ -129,11 +125,17 @@ def main(out: Path, prepared: Path) -> None:
         ("1B, full, FSDP2, async saves", SAVES | {"model.name": str(small), "schedule.save": "async"}, 0),
         ("8B, full, FSDP2", FULL | {"model.name": str(large), "schedule.max_steps": 50, "schedule.save_every": 50}, 3),
     ]
+    shapes = {small: "meta-llama/Llama-3.2-1B", large: "meta-llama/Llama-3.1-8B"}
     for name, changes, last_step in jobs:
+        if only not in name:
+            continue
+        model = Path(changes["model.name"])
+        if not model.exists():
+            write_model(model, shapes[model], dataset.path / "tokenizer")
         report["runs"].append(train(name, base.override(**changes), cluster, dataset, last_step))
         write_json(out, report)
         print(json.dumps(report["runs"][-1]), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4])
