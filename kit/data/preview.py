@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,6 @@ class Preview(Result):
         spans = tuple(_spans(tokenizer, ids, in_loss, lengths, limit))
         shown = sum(span.tokens for span in spans)
         return cls(rows_file.parent.name, row, table.num_rows, len(lengths), len(ids), sum(in_loss), shown, spans)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields; spans as dictionaries."""
-        return asdict(self)
 
     def parts(self) -> Iterator[Part]:
         """A headline, then the text."""

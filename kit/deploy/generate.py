@@ -30,17 +30,17 @@ def _encode_prompt(model: Any, tokenizer: Any, prompt: str) -> Any:
     ).to(model.device)
 
 
-def answer(folder: Path, prompt: str, tokens: int = TOKENS) -> str:
-    """The reply of an adapter or a merged model to a prompt: greedy decoding, at most `tokens` tokens."""
-    return _reply(*load_tuned(folder), prompt, tokens)
+def answer(folder: Path, prompt: str) -> str:
+    """The reply of an adapter or a merged model to a prompt: greedy decoding, at most TOKENS tokens."""
+    return _reply(*load_tuned(folder), prompt)
 
 
-def answers(adapter: Path, prompt: str, tokens: int = TOKENS) -> dict[str, str]:
+def answers(adapter: Path, prompt: str) -> dict[str, str]:
     """The replies of the base model and of the base with the adapter to a prompt, decoded as by `answer`."""
     model, tokenizer = load_tuned(adapter)
     with model.disable_adapter():
-        base = _reply(model, tokenizer, prompt, tokens)
-    return {"base": base, "adapter": _reply(model, tokenizer, prompt, tokens)}
+        base = _reply(model, tokenizer, prompt)
+    return {"base": base, "adapter": _reply(model, tokenizer, prompt)}
 
 
 class _TokenCount:
@@ -57,12 +57,12 @@ class _TokenCount:
         """Nothing is left to do."""
 
 
-def _reply(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+def _reply(model: Any, tokenizer: Any, prompt: str) -> str:
     encoded = _encode_prompt(model, tokenizer, prompt)
-    with progress_bar(tokens, "answer", "token") as bar:
+    with progress_bar(TOKENS, "answer", "token") as bar:
         generated = model.generate(
             **encoded,
-            max_new_tokens=tokens,
+            max_new_tokens=TOKENS,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,
             streamer=_TokenCount(bar),

@@ -92,8 +92,8 @@ def _remove_leftovers(root: Path, new: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def git_state(folder: Path = files.REPOSITORY) -> str:
-    """The commit, with -dirty where the tree differs from it; empty outside a git checkout."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def git_state() -> str:
+    """The kit's commit, with -dirty where the tree differs from it; empty outside a git checkout."""
+    command = ["git", "-C", str(files.REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()

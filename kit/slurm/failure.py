@@ -14,13 +14,13 @@ SEARCHED_LINES = 100_000  # of the end of the job's log, which is at most a MiB
 SHOWN_LINES = 12
 
 
-def last_lines_of_rank(run: RunFolder, rank: int, lines: int = SHOWN_LINES) -> str:
+def last_lines_of_rank(run: RunFolder, rank: int) -> str:
     """The last lines of a rank's log or, where it has none, those of the job's log that torch marks as the rank's."""
     path, mark = run.path / "logs" / f"rank-{rank:03}.log", f"[rank{rank}]: "
     if path.exists():
-        return logs.last_lines(path, lines)
+        return logs.last_lines(path, SHOWN_LINES)
     marked = [line for line in logs.last_lines(run.log, SEARCHED_LINES).splitlines() if line.startswith(mark)]
-    return "\n".join(line.removeprefix(mark) for line in marked[-lines:])
+    return "\n".join(line.removeprefix(mark) for line in marked[-SHOWN_LINES:])
 
 
 def report(run: RunFolder, exit_code: int) -> int:

@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -47,14 +47,6 @@ class RunState(Result):
     def ended(self) -> bool:
         """Whether the job has ended and will not start again."""
         return self.state.final and not self.provisional
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return asdict(self) | {
-            "state": str(self.state),
-            "confidence": str(self.confidence),
-            "tasks": {task: str(state) for task, state in self.tasks.items()},
-        }
 
     def parts(self) -> Iterable[Part]:
         """The state, its cause, what each witness says, and where witnesses disagree."""

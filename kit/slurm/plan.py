@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ SCRIPT_NAME = "job.sbatch"
 
 @dataclass(frozen=True)
 class Plan(Result):
-    """What `launch` would do with a recipe and a cluster.
+    """What `launch` would do with a recipe and a cluster. `as_dict` is what `kit launch --dry-run --json` prints.
 
     facts: sentences by topic. verdict: whether it fits, by the forecast ("fits", "tight", "does not fit", "unknown").
     choices: what each "auto" of the recipe became. dataset: the prepared folder; None: it is prepared first. start:
@@ -54,18 +54,6 @@ class Plan(Result):
     start: str | None
     findings: tuple[Finding, ...]
     script: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `kit launch --dry-run --json` prints."""
-        return {
-            "facts": dict(self.facts),
-            "verdict": self.verdict,
-            "dataset": str(self.dataset) if self.dataset else None,
-            "start": self.start,
-            "choices": [asdict(decision) for decision in self.choices],
-            "findings": [asdict(finding) for finding in self.findings],
-            "script": self.script,
-        }
 
     def parts(self) -> Iterable[Part]:
         """The facts, and the findings with their lines."""

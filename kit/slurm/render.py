@@ -13,7 +13,7 @@ from kit.errors import InputError
 from kit.show import Answer, Table
 from kit.slurm import environment
 from kit.slurm.creation import check_root
-from kit.slurm.script import commands, resources
+from kit.slurm.script import resources, shell_code
 from kit.slurm.template import fill
 from kit.trainers.base import Rendering
 from kit.trainers.catalog import other
@@ -74,19 +74,11 @@ def job_script(recipe: Recipe, cluster: Cluster, out: Path, rendering: Rendering
         **models.hf_environment(cluster.paths.hf_home),
         **cluster.environment,
     }
-    options = environment.options(cluster, **resources(recipe, cluster))
-    directives = [f'--output="{out}/slurm-%j.out"', *options]
+    directives = [f'--output="{out}/slurm-%j.out"', *environment.options(cluster, **resources(recipe, cluster))]
     python = recipe.trainer.python or "python"
     node = fill("other_node.sh", {"python": python, "launcher": rendering.launcher}, {})
     return fill(
         "other.sbatch",
         {"node_script": node},
-        {
-            "directives": "".join(f"#SBATCH {option}\n" for option in directives),
-            "environment": "".join(f"{line}\n" for line in environment.exports(variables)),
-            "tokens": environment.tokens(cluster),
-            "setup": environment.setup(cluster),
-            "before": commands(rendering.before, recipe),
-            "after": commands(rendering.after, recipe),
-        },
+        shell_code(recipe, cluster, directives, environment.exports(variables), rendering),
     )

@@ -45,7 +45,7 @@ class RunTable(Result):
                     "own": run not in self.others,
                     "job_id": state.job_id,
                     "state": str(state.state),
-                    "tasks": state.as_dict()["tasks"],
+                    "tasks": dict(state.tasks),
                     **asdict(self.progress.get(run, Progress())),
                 }
                 for run, state in self.states.items()

@@ -22,7 +22,7 @@ from kit.slurm.folder import RunFolder
 from kit.slurm.template import fill
 from kit.slurm.variables import Variable
 from kit.trainers import trainer_of
-from kit.trainers.base import PYTHON
+from kit.trainers.base import PYTHON, Rendering
 
 # Seconds between Slurm's warning and the time limit where nothing is forecast, and at least. Saving takes seconds to
 # minutes, and the ranks look for the warning after each step.
@@ -79,18 +79,25 @@ def render(job: Job) -> str:
             "container": _container(job, list(variables)),
             "node_script": _node_script(job, rendering.launcher),
         },
-        {
-            "directives": "".join(f"#SBATCH {option}\n" for option in [_output(job), *options(job)]),
-            "environment": "".join(f"{line}\n" for line in environment_lines),
-            "tokens": environment.tokens(cluster),
-            "setup": environment.setup(cluster),
-            "before": commands(rendering.before, job.recipe),
-            "after": commands(rendering.after, job.recipe),
-        },
+        shell_code(job.recipe, cluster, [_output(job), *options(job)], environment_lines, rendering),
     )
 
 
-def commands(each: Iterable[tuple[str, ...]], recipe: Recipe) -> str:
+def shell_code(
+    recipe: Recipe, cluster: Cluster, options: Iterable[str], exports: Iterable[str], rendering: Rendering
+) -> dict[str, str]:
+    """The code in the templates of training jobs: directives, variables, tokens, set-up, and the trainer's commands."""
+    return {
+        "directives": "".join(f"#SBATCH {option}\n" for option in options),
+        "environment": "".join(f"{line}\n" for line in exports),
+        "tokens": environment.tokens(cluster),
+        "setup": environment.setup(cluster),
+        "before": _commands(rendering.before, recipe),
+        "after": _commands(rendering.after, recipe),
+    }
+
+
+def _commands(each: Iterable[tuple[str, ...]], recipe: Recipe) -> str:
     """Lines of shell for a rendering's commands, with the trainer's interpreter."""
     python = recipe.trainer.python or "python"
     return "".join(shlex.join(python if word == PYTHON else word for word in one) + "\n" for one in each)
