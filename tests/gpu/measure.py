@@ -86,10 +86,14 @@ def kit_trainer(spec: dict[str, Any], rows: Any) -> Any:
 def _kit_base(recipe: Any, spec: dict[str, Any]) -> Any:
     """The recipe's base model, made on the GPU, where the kit would take it there by way of the CPU."""
     from kit.config import models
-    from kit.train import load
+    from kit.train import trainer
 
     models.load_model = lambda name, dtype, attention=None, seed=0: random_model(spec, attention)
-    return load.load_base(recipe)
+    if not hasattr(trainer, "load_base"):  # the kit before has it there
+        from kit.train import load
+
+        return load.load_base(recipe)
+    return trainer.load_base(recipe)
 
 
 def trl_trainer(spec: dict[str, Any], rows: Any) -> Any:

@@ -160,7 +160,7 @@ class Bench:
         recipe = self.recipe(arm, steps)
         text = recipe.toml()
         if arm.kind == "before":
-            text = "\n".join(line for line in text.splitlines() if not line.startswith(NEW_KEYS))
+            text = older(text)
         (folder / "recipe.toml").write_text(text)
         (folder / trl.CONFIG).write_text(trl.render_accelerate(recipe, self.cluster))
         return {"recipe": str(folder / "recipe.toml"), "choices": choices(recipe)}
@@ -216,7 +216,13 @@ TINY = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 49152, "head_dim": 32,
 }  # fmt: skip
-NEW_KEYS = ("base = ", "compile = ")
+NEW_KEYS = ("base = ", "compile = ", "save = ", "python = ")
+
+
+def older(recipe: str) -> str:
+    """A recipe file of today in the words of the kit before."""
+    kept = [line for line in recipe.partition("[trainer]")[0].splitlines() if not line.startswith(NEW_KEYS)]
+    return "\n".join(kept).replace('offload = "none"', "offload = false")
 
 
 def resolved(recipe: Recipe, cluster: Cluster) -> Resolution:
