@@ -4,6 +4,7 @@ Under `--numprocesses` a group stays in one worker. The groups are:
 
 - `slurm`: tests that stop nodes, preempt or count jobs on a Slurm;
 - `jobs`: tests that only run jobs on a Slurm, which is another one, since these two groups take longest;
+- `signals`: a test that waits for time limits, on a third one;
 - `browser`: the other tests that need Chromium;
 - otherwise the test's module, so that its fixtures are made once.
 """
@@ -51,12 +52,15 @@ def pytest_unconfigure(config):
         shared.remove(folder)
 
 
-# Files and folders whose tests on a Slurm change nothing but their own jobs.
-JOBS = ("tests/deploy/", "tests/notebook/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
-        "tests/test_start_lab.py")  # fmt: skip
+# Files and folders whose tests use another Slurm than "slurm", by its name. Those of "jobs" change only their own jobs.
+SLURMS = {
+    "jobs": ("tests/deploy/", "tests/notebook/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
+             "tests/test_start_lab.py"),
+    "signals": ("tests/lint/test_signals.py",),
+}  # fmt: skip
 # The groups that take more than half a minute, the longest first. The others start after them, by their slow tests.
 LONGEST = (
-    "slurm", "jobs", "browser", "tests/slurm/test_launch_trouble.py", "tests/train/test_load.py",
+    "slurm", "jobs", "signals", "browser", "tests/slurm/test_launch_trouble.py", "tests/train/test_load.py",
     "tests/slurm/test_final_state.py", "tests/train/test_zero.py", "tests/checkpoints/test_timing.py",
     "tests/deploy/test_adapter.py", "tests/notebook/test_notebooks.py", "tests/train/test_trainer.py",
     "tests/deploy/test_serve.py", "tests/checkpoints/test_saving.py", "tests/forecast/test_shape.py",
@@ -66,7 +70,7 @@ LONGEST = (
 
 def slurm_of(nodeid):
     """The name of the Slurm that a test uses."""
-    return "jobs" if nodeid.startswith(JOBS) else "slurm"
+    return next((name for name, places in SLURMS.items() if nodeid.startswith(places)), "slurm")
 
 
 def group_of(item):

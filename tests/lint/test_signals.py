@@ -1,6 +1,7 @@
 """Which warning signals reach a program, tried with a live Slurm: what rule KS506 goes by.
 
-Slurm sends the signal of --signal up to half a minute early, and the jobs run side by side.
+Slurm looks each half minute whether a time limit is near, so it sends the signal up to half a minute early. The jobs
+run side by side, on a Slurm that no other test uses: they fill its nodes, and wait.
 """
 
 import re
@@ -31,6 +32,7 @@ note("ready")
 while True:
     time.sleep(0.1)
 """
+LIMIT, EARLY = "--time=1", 15  # minutes, seconds: the programs have started before the first possible signal
 WAIT = "p=$!\nwait $p\nwait $p"
 # The value of --signal, the body of the script, and whether the program saves because of that signal.
 TRIALS = [
@@ -57,7 +59,7 @@ def submit(folder: Path, signal: str, body: str) -> str:
     """Submit a job whose program writes folder/notes. Returns its id."""
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
-    head = f"#SBATCH --time=2 --signal={signal}@60 --ntasks=1 --overcommit --mem=10 --output={folder}/log\n"
+    head = f"#SBATCH {LIMIT} --signal={signal}@{EARLY} --ntasks=1 --overcommit --mem=10 --output={folder}/log\n"
     program = f"{sys.executable} {folder}/program.py"
     script = f"#!/bin/bash\n{head}export NOTES={folder}/notes\n{body.replace('PYTHON', program)}\n"
     (folder / "job.sh").write_text(script)
@@ -81,9 +83,8 @@ def test_the_rule_says_of_each_signal_what_slurm_does(live_slurm: Path, tmp_path
         early = "saved" in notes and not is_at_time_limit(tmp_path / str(number) / "log")
         assert notes.startswith("ready\n"), (signal, body)
         assert (f"saved {name}\n" in notes and early) is expected, (signal, body, notes)
-        script = (
-            f"#!/bin/bash\n#SBATCH --time=2 --nodes=1 --signal={signal}@60\n{body.replace('PYTHON', 'python t.py')}\n"
-        )
+        head = f"#SBATCH {LIMIT} --nodes=1 --signal={signal}@{EARLY}\n"
+        script = f"#!/bin/bash\n{head}{body.replace('PYTHON', 'python t.py')}\n"
         assert ("KS506" in {finding.rule for finding in lint(script)}) is not expected, (signal, body)
 
 
