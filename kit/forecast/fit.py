@@ -154,10 +154,9 @@ def _warnings(shape: Shape, recipe: Recipe, cluster: Cluster, host: HostMemory |
     if recipe.tuning.method == "qlora" and parallel.strategy.startswith("fsdp"):
         yield "The forecast takes bnb_4bit_quant_storage = bfloat16; FSDP does not shard 4-bit weights stored as uint8."
     if host and host.peak > nodes.ram_gib:
-        part = "keep what is offloaded" if host.offloaded > host.loading else "load the weights"
         yield (
-            f"The processes of a node take {host.peak:.0f} GiB of its memory as they {part}, and nodes.ram_gib is "
-            f"{nodes.ram_gib:.0f}."
+            f"The processes of a node take {host.peak:.0f} GiB of its memory as they {host.fullest}, and nodes.ram_gib "
+            f"is {nodes.ram_gib:.0f}."
         )
 
 

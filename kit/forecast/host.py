@@ -15,11 +15,12 @@ class HostMemory:
     """GiB of one node of a job on GPUs.
 
     loading: the weights while they are loaded. offloaded: weights, gradients and optimizer state that FSDP keeps there
-    in pinned memory. processes: libraries.
+    in pinned memory. saving: the copies of a save in the background, whose memory stays. processes: libraries.
     """
 
     loading: float
     offloaded: float
+    saving: float
     processes: float
 
     def terms(self) -> dict[str, float]:
@@ -29,13 +30,21 @@ class HostMemory:
     @property
     def peak(self) -> float:
         """At its fullest: loading is over when training begins."""
-        return max(self.loading, self.offloaded) + self.processes
+        return max(self.loading, self.offloaded + self.saving) + self.processes
+
+    @property
+    def fullest(self) -> str:
+        """What the processes do at the peak."""
+        if self.loading >= self.offloaded + self.saving:
+            return "load the weights"
+        return "keep what is offloaded" if self.offloaded else "keep the copies of a save"
 
     @classmethod
     def of(cls, shape: Shape, recipe: Recipe, cluster: Cluster) -> "HostMemory":
         """Of the node that has most."""
         job, ranks = Job(shape, recipe, Layout.of(recipe, cluster)), recipe.parallel.gpus_per_node
-        return cls(_loading(job) / GIB, _offloaded(job) * ranks / GIB, PROCESS_GIB * ranks)
+        by_rank = (_offloaded(job) * ranks / GIB, _saving(job) * ranks / GIB)
+        return cls(_loading(job) / GIB, *by_rank, PROCESS_GIB * ranks)
 
 
 def _loading(job: Job) -> float:
@@ -60,3 +69,10 @@ def _offloaded(job: Job) -> float:
     layout = job.layout
     trained = job.trained * (2 * layout.trained_bytes + layout.optimizer_bytes)
     return (job.frozen.model + trained) / layout.weight_ranks
+
+
+def _saving(job: Job) -> float:
+    """Bytes of one rank's copies of what it trains and of the optimizer's state (kit.train.background)."""
+    if job.recipe.schedule.save != "async":
+        return 0.0
+    return job.trained * (job.layout.trained_bytes + job.layout.optimizer_bytes) / job.layout.weight_ranks

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from transformers import TrainerCallback
 
 from kit.checkpoints.inspect import TRAINER_STATE
 
@@ -16,8 +19,11 @@ PENDING = f"{TRAINER_STATE}.pending"
 FOLDERS = 2  # of a checkpoint, each written by one save: weights, and optimizer
 
 
-class BackgroundSaves:
+class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
     """The sharded saves of one checkpoint at a time, which threads write from copies in host memory.
+
+    The copies are made while the next step computes its gradients, and the optimizer waits for them. Their memory is
+    pinned on GPUs, and used again by the next save: pinning it takes longer than the copy.
 
     Each save has its own group of gloo ranks, so that its messages and those of training do not mix. Rank 0 completes a
     checkpoint when all ranks have written, and only then gives trainer_state.json its name: a checkpoint without it is
@@ -26,17 +32,33 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self.groups = [distributed.new_group(backend="gloo") for _ in range(FOLDERS)]
+        on_gpu = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=on_gpu
+        )
+        self.stagers = [DefaultStager(options) for _ in range(FOLDERS)]
+        self.copies: list[Future[None]] = []
         self.writes: list[Future[Any]] = []
         self.thread = ThreadPoolExecutor(1)
         self.completion: Future[None] | None = None
         self.on_complete: Callable[[Path, float], None] = lambda checkpoint, seconds: None
 
     def save(self, state_dict: Any, *, storage_writer: Any, planner: Any) -> None:
-        """Stands in for torch.distributed.checkpoint.save: returns when this rank's part is copied."""
-        group = self.groups[len(self.writes)]
-        options = {"storage_writer": storage_writer, "planner": planner, "process_group": group}
-        written: Any = async_save(state_dict, **options)
-        self.writes.append(written)
+        """Stands in for torch.distributed.checkpoint.save: returns at once.
+
+        The copies start on a stream that does not wait for the last step; check_finite has waited for it.
+        """
+        number = len(self.writes)
+        options = {"storage_writer": storage_writer, "planner": planner, "process_group": self.groups[number]}
+        started: Any = async_save(state_dict, **options, async_stager=self.stagers[number])
+        self.copies.append(started.staging_completion)
+        self.writes.append(started.upload_completion)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait until the weights and the optimizer's state are copied, before the optimizer changes them."""
+        for copy in self.copies:
+            copy.result()
+        self.copies = []
 
     @contextmanager
     def hold_back(self, state: Any) -> Iterator[None]:
@@ -78,6 +100,12 @@ class BackgroundSaves:
         """Wait until the last checkpoint is complete. Raises what went wrong."""
         for write in self.writes:
             write.result()
-        self.writes = []
+        self.copies, self.writes = [], []
         if self.completion is not None:
             self.completion.result()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and free the memory of the copies. Raises what went wrong."""
+        self.wait()
+        for stager in self.stagers:
+            stager.close()

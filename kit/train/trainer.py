@@ -247,12 +247,14 @@ def build_trainer(
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
     if plugin is not None:
         patches.keep_loss_in_fp32(plugin)
+        patches.leave_shards_where_they_are(plugin)
     if sharded:
         sharded.attach(trainer.accelerator)
     if recipe.parallel.compiles:
         _compile(trainer.model, recipe)
     if recipe.schedule.save == "async":
         trainer.background = BackgroundSaves()
+        trainer.add_callback(trainer.background)
         patches.save_checkpoints_by(trainer.background.save)
     return trainer
 
@@ -343,7 +345,7 @@ def train(run: RunFolder, progress: Progress) -> None:
         trainer.background.on_complete = progress.report_complete
     trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.background:
-        trainer.background.wait()
+        trainer.background.close()
     step = trainer.state.global_step
     if step < trainer.state.max_steps:
         if progress.rank == 0:

@@ -396,8 +396,12 @@ def test_the_memory_of_a_node_follows_how_the_weights_are_loaded_and_what_is_off
     assert "offloaded" not in two
     offloaded = memory(recipe(gpus=8, parallel__offload=True), H100).host_gib["offloaded"]
     assert offloaded == pytest.approx(load_shape(LLAMA_8B).total * 16 / GIB)  # fp32 weights, gradients, two moments
-    small = replace(H100, nodes=replace(H100.nodes, ram_gib=100.0))
+    in_background = recipe(gpus=8, strategy="fsdp2", schedule__save="async")
+    copies = memory(in_background, H100).host_gib["saving"]
+    assert copies == pytest.approx(load_shape(LLAMA_8B).total * 12 / GIB)  # fp32 weights, two moments
+    small = replace(H100, nodes=replace(H100.nodes, ram_gib=90.0))
     said = memory(recipe(gpus=8, parallel__offload=True), small).warnings
     assert any("of its memory as they keep what is offloaded" in warning for warning in said)
+    assert any("as they keep the copies of a save" in warning for warning in memory(in_background, small).warnings)
     smollm2 = "/".join(("HuggingFaceTB", "SmolLM2-135M-Instruct"))  # in one text a scanner takes it for a key
     assert memory(recipe(smollm2, "full", gpus=2), CPU).host_gib == {}

@@ -117,7 +117,7 @@ def train(folder, variant):
     training.add_callback(load.LogLoad(training, loaded))
     training.train(resume_from_checkpoint=resume)
     if training.background:
-        training.background.wait()
+        training.background.close()
     shards.read_into = kept
     rows = [row for row in training.state.log_history if "loss" in row]
     parameters = list(training.model.parameters())

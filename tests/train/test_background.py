@@ -62,7 +62,10 @@ class SlowWriter(FileSystemWriter):
 def saves(tmp_path):
     """Background saves of the only rank of a process group."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield BackgroundSaves()
+    saves = BackgroundSaves()
+    yield saves
+    for stager in saves.stagers:
+        stager.close()
     torch.distributed.destroy_process_group()
 
 
@@ -99,6 +102,32 @@ def test_the_state_gets_its_name_when_all_is_written_and_checked_and_older_ones_
     begin(saves, folder, lambda: None).set()  # the next one
     saves.wait()
     assert (folder / "trainer_state.json").exists()
+
+
+class Gate:
+    """Its copy is made when it is opened."""
+
+    def __init__(self, opened):
+        self.opened = opened
+
+    def __deepcopy__(self, memo):
+        self.opened.wait(60)
+        return "copied"
+
+
+def test_a_save_returns_before_its_copies_are_made_and_the_optimizer_waits_for_them(saves, tmp_path):
+    opened = threading.Event()
+    options = {"storage_writer": FileSystemWriter(tmp_path / "model"), "planner": DefaultSavePlanner()}
+    saves.save({"gate": Gate(opened)}, **options)
+    optimizer = threading.Thread(target=saves.on_pre_optimizer_step, args=(None, None, None))
+    optimizer.start()
+    optimizer.join(0.2)
+    assert optimizer.is_alive()
+    opened.set()
+    optimizer.join(60)
+    assert not optimizer.is_alive()
+    saves.wait()
+    assert (tmp_path / "model" / ".metadata").exists()
 
 
 def test_a_checkpoint_that_is_not_usable_stops_training_and_stays_incomplete(saves, tmp_path):

@@ -117,6 +117,13 @@ def test_the_loss_is_not_cast_to_bf16_by_fsdp2():
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
 
 
+def test_the_shards_of_fsdp2_are_saved_without_a_copy_of_all_on_the_host():
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload  # what accelerate sets
+    patches.leave_shards_where_they_are(plugin)
+    assert not fsdp_utils._prepare_sd_options(plugin).cpu_offload
+
+
 def test_accelerate_loads_sharded_checkpoints_with_the_kits_reader(monkeypatch):
     original = torch.distributed.checkpoint.FileSystemReader
     monkeypatch.setattr(torch.distributed.checkpoint, "FileSystemReader", original)  # and back after the test
