@@ -17,6 +17,7 @@ from torch.nn import Linear, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from kit.errors import InputError, KitError
+from kit.train import device
 from kit.train.compile import decoder_layers
 
 E4M3 = torch.float8_e4m3fn
@@ -105,7 +106,7 @@ def use_fp8(model: Any) -> int:
     Call it after the adapters are there, since PEFT adapts no other layers than it knows, and before the model moves to
     the GPU: each layer moves by itself, so that the model is never there in 16 bits.
     """
-    count = _replace(model, lambda linear: Fp8Linear(linear.to(_device())) if _fits_fp8(linear) else linear)
+    count = _replace(model, lambda linear: Fp8Linear(linear.to(device.kind())) if _fits_fp8(linear) else linear)
     weights = [name for name, buffer in model.named_buffers() if buffer.dtype == E4M3]
     # They are equal on all ranks, and not every backend of torch.distributed sends float8.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, weights)  # type: ignore[no-untyped-call]
@@ -118,7 +119,7 @@ def check_fp8_gradient(compiled: bool) -> float:
     A lost gradient would not show in the losses, which fall all the same. Raises KitError where the error is more than
     rounding.
     """
-    with torch.random.fork_rng(), torch.device(_device()):
+    with device.kept_random_state(), torch.device(device.kind()):
         torch.manual_seed(0)
         linear = Linear(CHECKED, CHECKED, bias=False, dtype=torch.bfloat16)
         inputs = torch.randn(CHECKED, CHECKED, dtype=torch.bfloat16, requires_grad=True)
@@ -168,7 +169,7 @@ def _in_nf4(linear: Linear, sharded: bool) -> Module:
     new.bias = linear.bias
     # Its kernel for evaluations on CPUs computes in bf16, and packs the weights again in place, but not their shards.
     new.support_avx512bf16_for_cpu = False
-    return new.to(_device())  # type: ignore[no-any-return]  # which quantises
+    return new.to(device.kind())  # type: ignore[no-any-return]  # which quantises
 
 
 def check_nf4_shards() -> None:
@@ -179,25 +180,21 @@ def check_nf4_shards() -> None:
     GPUs (https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945).
     """
     compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    with torch.random.fork_rng():
+    with device.kept_random_state():
         torch.manual_seed(0)
         layer = torch.nn.Sequential(_in_nf4(Linear(CHECKED, CHECKED, bias=False, dtype=compute), sharded=True))
-        inputs = torch.randn(CHECKED, CHECKED, dtype=compute, device=_device())
+        inputs = torch.randn(CHECKED, CHECKED, dtype=compute, device=device.kind())
     layer.requires_grad_(False)
     with torch.no_grad():
         before = layer(inputs)
         policy = MixedPrecisionPolicy(param_dtype=compute)
-        fully_shard(layer, mesh=init_device_mesh(_device(), (PartialState().num_processes,)), mp_policy=policy)
-        differs = torch.tensor(float(not torch.equal(before, layer(inputs))), device=_device())
+        fully_shard(layer, mesh=init_device_mesh(device.kind(), (PartialState().num_processes,)), mp_policy=policy)
+        differs = torch.tensor(float(not torch.equal(before, layer(inputs))), device=device.kind())
     if reduce(differs, "sum").item():
         raise KitError(
             "Sharded 4-bit weights do not give the outputs of unsharded ones with this release of torch and "
             "bitsandbytes (bitsandbytes#1945). Set parallel.strategy to ddp, or tuning.method to lora."
         )
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _replace(model: Any, make: Any) -> int:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kit.config import models
 from kit.config.recipe import Recipe
 from kit.errors import KitError
-from kit.train import attention
+from kit.train import attention, device
 from kit.train.batch import collator
 from kit.train.compile import compile_layers
 
@@ -30,10 +30,10 @@ def check_isolation(recipe: Recipe) -> float:
     dtype = getattr(torch, recipe.model.dtype) if on_gpu else torch.float32
     attention.register()
     config, rows = _small_config(recipe), _three_rows(recipe)
-    with torch.random.fork_rng(), torch.device("cuda" if on_gpu else "cpu") as device, torch.no_grad():
+    with device.kept_random_state(), torch.device(device.kind()) as here, torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name).eval()
-        batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in rows.items()}
+        batch = {key: value.to(here) if torch.is_tensor(value) else value for key, value in rows.items()}
         leaks = [_leak(model, batch)]
         if recipe.parallel.compiles:
             compile_layers(model)
