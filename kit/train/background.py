@@ -41,6 +41,8 @@ class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
         self.writes: list[Future[Any]] = []
         self.thread = ThreadPoolExecutor(1)
         self.completion: Future[None] | None = None
+        self.blocked_s = 0.0  # by the last save, so far
+        self.on_copied: Callable[[float], None] = lambda blocked_s: None
         self.on_complete: Callable[[Path, float], None] = lambda checkpoint, seconds: None
 
     def save(self, state_dict: Any, *, storage_writer: Any, planner: Any) -> None:
@@ -56,9 +58,16 @@ class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until the weights and the optimizer's state are copied, before the optimizer changes them."""
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        if not self.copies:
+            return
+        begun = time.monotonic()
         for copy in self.copies:
             copy.result()
         self.copies = []
+        self.on_copied(self.blocked_s + time.monotonic() - begun)
 
     @contextmanager
     def hold_back(self, state: Any) -> Iterator[None]:
@@ -98,9 +107,10 @@ class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what went wrong."""
+        self._wait_for_copies()
         for write in self.writes:
             write.result()
-        self.copies, self.writes = [], []
+        self.writes = []
         if self.completion is not None:
             self.completion.result()
 

@@ -1,11 +1,14 @@
-"""The output of a rank: what cannot be written, as on a full disk, is dropped, and training goes on."""
+"""The output of a rank: messages that cannot be written, as on a full disk, are dropped, and results are tried again."""
 
 import io
 import os
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from kit import files
 from kit.slurm.folder import RunFolder
 
 
@@ -56,3 +59,15 @@ def redirect_output(run: RunFolder, rank: int) -> TextIO:
         os.dup2(log, 2)
     sys.stdout, sys.stderr = lossy_stream(1), lossy_stream(2)
     return console
+
+
+def write_durably(path: Path, text: str, say: Callable[[str], None], pauses: Sequence[float] = (2, 8, 20)) -> None:
+    """Write a file that the job script decides by. Tries again after each pause (seconds), then raises OSError."""
+    for pause in pauses:
+        try:
+            files.write(path, text)
+            return
+        except OSError as error:
+            say(f"{path} cannot be written ({error.strerror}); trying again in {pause:.0f} s")
+            time.sleep(pause)
+    files.write(path, text)

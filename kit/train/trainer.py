@@ -4,7 +4,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from kit.train.callbacks import Progress, WandbRows
 from kit.train.compile import compile_layers, use_cache_folder
 from kit.train.isolation import check_isolation
 from kit.train.load import LogLoad, lora_config, prepare_base
+from kit.train.output import write_durably
 from kit.train.pace import Pace, Wait, Waits
 from kit.train.saves import check_finite, finish_checkpoint, record_ranks, resume_point
 from kit.train.shards import ShardedBase
@@ -142,7 +142,11 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         begun = time.monotonic()
         with self._during(Phase.SAVING):
             self._save_and_check(model, trial)
-        self.log({"save_blocked_s": time.monotonic() - begun})
+        seconds = time.monotonic() - begun
+        if self.background:
+            self.background.blocked_s = seconds  # it is logged when the copies are made
+        else:
+            self.log({"save_blocked_s": seconds})
 
     def _save_and_check(self, model: Any, trial: Any) -> None:
         args, saves = self.args, self.background
@@ -254,6 +258,7 @@ def build_trainer(
         _compile(trainer.model, recipe)
     if recipe.schedule.save == "async":
         trainer.background = BackgroundSaves()
+        trainer.background.on_copied = lambda blocked_s: trainer.log({"save_blocked_s": blocked_s})
         trainer.add_callback(trainer.background)
         patches.save_checkpoints_by(trainer.background.save)
     return trainer
@@ -356,18 +361,6 @@ def train(run: RunFolder, progress: Progress) -> None:
     if progress.rank == 0:
         result = _result(trainer, resumed=checkpoint is not None)
         write_durably(run.state_folder.result, json.dumps(result, indent=1, default=str) + "\n", progress.say)
-
-
-def write_durably(path: Path, text: str, say: Callable[[str], None], pauses: Sequence[float] = (2, 8, 20)) -> None:
-    """Write a file that the job script decides by. Tries again after each pause (seconds), then raises OSError."""
-    for pause in pauses:
-        try:
-            files.write(path, text)
-            return
-        except OSError as error:
-            say(f"{path} cannot be written ({error.strerror}); trying again in {pause:.0f} s")
-            time.sleep(pause)
-    files.write(path, text)
 
 
 def _varlen_gap(recipe: Recipe) -> str:

@@ -116,16 +116,19 @@ class Gate:
 
 
 def test_a_save_returns_before_its_copies_are_made_and_the_optimizer_waits_for_them(saves, tmp_path):
-    opened = threading.Event()
+    opened, blocked = threading.Event(), []
+    saves.on_copied = blocked.append
     options = {"storage_writer": FileSystemWriter(tmp_path / "model"), "planner": DefaultSavePlanner()}
     saves.save({"gate": Gate(opened)}, **options)
+    saves.blocked_s = 5.0
     optimizer = threading.Thread(target=saves.on_pre_optimizer_step, args=(None, None, None))
     optimizer.start()
     optimizer.join(0.2)
-    assert optimizer.is_alive()
+    assert optimizer.is_alive() and not blocked
     opened.set()
     optimizer.join(60)
     assert not optimizer.is_alive()
+    assert len(blocked) == 1 and blocked[0] > 5.1  # with the wait
     saves.wait()
     assert (tmp_path / "model" / ".metadata").exists()
 

@@ -22,8 +22,9 @@ from kit.train.__main__ import report
 from kit.train.batch import collate, collator, count_tokens
 from kit.train.callbacks import Progress, WandbRows, lost_rows
 from kit.train.isolation import check_isolation
+from kit.train.output import write_durably
 from kit.train.pace import Pace, Wait, Waits
-from kit.train.trainer import is_sharded, settings, write_durably
+from kit.train.trainer import is_sharded, settings
 from kit.watch.metrics import Metrics
 from kit.watch.wandb_log import find_logs
 from tests.conftest import REPOSITORY, kit_in
