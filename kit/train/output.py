@@ -1,4 +1,4 @@
-"""The output of a rank: messages that cannot be written, as on a full disk, are dropped, and results are tried again."""
+"""The output of a rank: messages that a full disk does not take are dropped, and results are tried again."""
 
 import io
 import os

@@ -1,7 +1,7 @@
 """Measure how a sharded base is loaded, and how long saves block: `python tests/gpu/scale.py OUT.json PREPARED [NAME]`.
 
-Two GPUs or more. Models of the shapes of Llama 3.1 8B and Llama 3.2 1B with random weights are written to the disk that
-holds the temporary folder (19 GB, and 30 GB for checkpoints), and then trained by `kit launch` under FSDP2. The files
+Two GPUs or more. Models of the shapes of Llama 3.1 8B and SmolLM2 360M with random weights are written to the disk that
+holds the temporary folder (17 GB, and 10 GB for checkpoints), and then trained by `kit launch` under FSDP2. The files
 are in the page cache when they are read. PREPARED is a folder that `kit prepare` made.
 """
 
@@ -32,8 +32,10 @@ from kit.watch.metrics import Metrics
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"tuning.method": "lora", "tuning.target_modules": ALL, "schedule.max_steps": 6, "schedule.save_every": 6}
 FULL = {"tuning.method": "full"}
-SAVES = FULL | {"schedule.max_steps": 18, "schedule.save_every": 8, "schedule.keep": 1}
-LIMIT_S = 180
+SYNC = FULL | {"schedule.save": "sync", "schedule.max_steps": 16, "schedule.save_every": 8, "schedule.keep": 1}
+ASYNC = FULL | {"schedule.save": "async", "schedule.max_steps": 400, "schedule.save_every": 200, "schedule.keep": 1}
+BEFORE_THE_END = 390  # the first save is written by then
+LIMIT_S = 150
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
@@ -90,12 +92,20 @@ def watch(run: Run, last_step: int) -> dict[str, Any]:
 
 
 def train(name: str, recipe: Recipe, cluster: Cluster, prepared: Dataset, last_step: int = 0) -> dict[str, Any]:
-    """Launch a run as `kit launch` does; what it logged about loads and saves."""
+    """Launch a run as `kit launch` does; what it logged about loads and saves.
+
+    last_step: cancels it then; where it has a checkpoint, it is resumed to its end.
+    """
     chosen = resolve(recipe.override(**{"schedule.max_steps": 1000}), cluster, compiler=True)
     steps = {"schedule.max_steps": recipe.schedule.max_steps}
     run = launch.freeze(Resolution(chosen.recipe.override(**steps)), cluster, prepared, None)
     submit(run)
     found = {"run": name} | watch(run, last_step)
+    if last_step and run.checkpoints():
+        while not run.state.ended:
+            time.sleep(0.5)
+        run.requeue()
+        found["resumed"] = watch(run, 0) | read_json(run.state_folder.result)
     metrics = Metrics(run.path)
     while metrics.poll():
         pass
@@ -114,18 +124,18 @@ def main(out: Path, prepared: Path, only: str = "") -> None:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "runs": [],
     }
-    small, large = scratch / "1b", scratch / "8b"
+    small, large = scratch / "360m", scratch / "8b"
     base = Recipe.load("demo").override(**{
         "data.seq_len": 4096, "parallel.strategy": "fsdp2", "parallel.gpus_per_node": 2, "schedule.eval_every": 0,
         "schedule.lr": 1e-5,
     })  # fmt: skip
     jobs: list[tuple[str, dict[str, Any], int]] = [
         ("8B, LoRA, FSDP2", LORA | {"model.name": str(large)}, 0),
-        ("1B, full, FSDP2, sync saves", SAVES | {"model.name": str(small), "schedule.save": "sync"}, 0),
-        ("1B, full, FSDP2, async saves", SAVES | {"model.name": str(small), "schedule.save": "async"}, 0),
+        ("0.36B, full, FSDP2, sync saves", SYNC | {"model.name": str(small)}, 0),
+        ("0.36B, full, FSDP2, async saves", ASYNC | {"model.name": str(small)}, BEFORE_THE_END),
         ("8B, full, FSDP2", FULL | {"model.name": str(large), "schedule.max_steps": 50, "schedule.save_every": 50}, 3),
     ]
-    shapes = {small: "meta-llama/Llama-3.2-1B", large: "meta-llama/Llama-3.1-8B"}
+    shapes = {small: "HuggingFaceTB/SmolLM2-360M", large: "meta-llama/Llama-3.1-8B"}
     for name, changes, last_step in jobs:
         if only not in name:
             continue
