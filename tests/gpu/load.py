@@ -1,8 +1,9 @@
-"""Time disk to GPU by every method: `python tests/gpu/load.py OUT.json [GB] [ranks]`.
+"""Time disk to GPU by every method: `python tests/gpu/load.py OUT.json [GB] [WHAT]`.
 
 A model of random bf16 weights (8.6 GB) is written as DCP, safetensors and a torch file (three times GB on the disk that
 holds the temporary folder). Then every method loads it to the GPU, three times cold and twice warm, beside plain reads
-of the disk and copies to the GPU; with the word ranks, 2 and 8 ranks load the DCP one to the CPU instead.
+of the disk and copies to the GPU. WHAT: ranks, for 2 and 8 ranks that load the DCP one to the CPU instead; or names of
+methods, separated by semicolons, which load the safetensors file, warm before cold.
 Needs torch, safetensors, psutil; fastsafetensors, runai-model-streamer with humanize, instanttensor, and kvikio-cu13
 take part where installed.
 """
@@ -78,9 +79,12 @@ def main(out: Path, gb: float = 8.6, what: str = "gpu") -> None:
         paths = make(scratch, gb)
         if what == "ranks":
             timed("ranks", paths["dcp"], ["dcp.load", "kit"], cold=True, repeats=2, ranks=(2, 8))
-        else:
+        elif what == "gpu":
             timed("cold", list(paths.values()), cold=True, device="cuda")
             timed("warm", list(paths.values()), repeats=2, device="cuda")
+        else:
+            timed("warm", paths["safetensors"], what.split(";"), repeats=3, device="cuda")
+            timed("cold", paths["safetensors"], what.split(";"), cold=True, repeats=2, device="cuda")
     finally:
         shutil.rmtree(scratch)
 
