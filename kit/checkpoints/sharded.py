@@ -46,6 +46,11 @@ class Cut:
     piece: Piece
     offset: tuple[int, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file."""
+        return self.target.numel() * self.piece.length // max(1, math.prod(self.piece.shape))
+
 
 def load_sharded(path: Path, rank: int = 0, world: int = 1, device: str = "cpu") -> dict[str, torch.Tensor]:
     """This rank's rows of every tensor, as FSDP2 cuts them (torch.chunk on dim 0; a scalar goes to every rank).

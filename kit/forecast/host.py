@@ -50,14 +50,14 @@ class HostMemory:
 def _loading(job: Job) -> float:
     """Bytes of the weights that a node's processes read, by how kit.train.load and accelerate load them.
 
-    FSDP2: each rank reads its shards of safetensors files. FSDP1, and FSDP2 of a quantised base: one process of each
-    node reads all (accelerate's cpu_ram_efficient_loading). Else each process does, before they go to its GPU.
+    FSDP2: each rank reads its shards of safetensors files. FSDP1: one process of each node reads all (accelerate's
+    cpu_ram_efficient_loading). Else each process does, before they go to its GPU.
     """
     recipe, ranks = job.recipe, job.recipe.parallel.gpus_per_node
     model = job.shape.total * job.layout.frozen_bytes
     if recipe.model.name.endswith(".json") or not job.sharded or job.zero:  # random weights are made by each process
         return model * ranks
-    if recipe.parallel.strategy == "fsdp2" and recipe.model.base == "bf16":
+    if recipe.parallel.strategy == "fsdp2":
         return model * ranks / job.layout.weight_ranks
     return model
 

@@ -6,6 +6,7 @@ by bitsandbytes: normal floats of 4 bits, whose scales are quantised once more. 
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ SMALLEST_SCALE = 1e-12  # a row of zeros
 MULTIPLE = 16
 CHECKED = 256  # rows and columns of the layer of the check before training
 FP8_ROUNDING = 0.1  # largest error of its gradient that is rounding; 0.04 is what e4m3 gives
+NF4: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}  # the second one quantises the scales
 
 
 def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +108,7 @@ def use_fp8(model: Any) -> int:
     Call it after the adapters are there, since PEFT adapts no other layers than it knows, and before the model moves to
     the GPU: each layer moves by itself, so that the model is never there in 16 bits.
     """
-    count = _replace(model, lambda linear: Fp8Linear(linear.to(device.kind())) if _fits_fp8(linear) else linear)
+    count = replace_linears(model, lambda linear: Fp8Linear(linear.to(device.kind())) if _fits_fp8(linear) else linear)
     weights = [name for name, buffer in model.named_buffers() if buffer.dtype == E4M3]
     # They are equal on all ranks, and not every backend of torch.distributed sends float8.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, weights)  # type: ignore[no-untyped-call]
@@ -149,26 +151,39 @@ def use_nf4(model: Any, sharded: bool = False) -> int:
 
     sharded: for FSDP2. Raises InputError where bitsandbytes is not installed.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError("tuning.method qlora needs bitsandbytes where the job runs: pip install bitsandbytes.")
+    require_bitsandbytes()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _replace(model, lambda linear: _in_nf4(linear, sharded))
+    return replace_linears(model, lambda linear: _in_nf4(linear, sharded))
 
 
-def _in_nf4(linear: Linear, sharded: bool) -> Module:
-    from bitsandbytes.nn import Linear4bit, Params4bit
+def require_bitsandbytes() -> None:
+    """Raises InputError where bitsandbytes is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError("tuning.method qlora needs bitsandbytes where the job runs: pip install bitsandbytes.")
+
+
+def nf4_layer(linear: Linear, sharded: bool) -> Any:
+    """bitsandbytes' 4-bit layer for a linear layer, without its weight. sharded: for FSDP2."""
+    from bitsandbytes.nn import Linear4bit
 
     compute = torch.bfloat16 if torch.cuda.is_available() else linear.weight.dtype
     # accelerate does not shard integers, and FSDP2 would convert another float than the one it computes in.
     storage = compute if sharded else torch.uint8
     shape = (linear.in_features, linear.out_features)
     new = Linear4bit(*shape, bias=False, compute_dtype=compute, quant_storage=storage, device="meta")
-    options = {"quant_type": "nf4", "compress_statistics": True}  # the second one quantises the scales
-    new.weight = Params4bit(linear.weight.detach(), requires_grad=False, quant_storage=storage, module=new, **options)
     new.bias = linear.bias
     # Its kernel for evaluations on CPUs computes in bf16, and packs the weights again in place, but not their shards.
     new.support_avx512bf16_for_cpu = False
+    return new
+
+
+def _in_nf4(linear: Linear, sharded: bool) -> Module:
+    from bitsandbytes.nn import Params4bit
+
+    new = nf4_layer(linear, sharded)
+    options = {"requires_grad": False, "quant_storage": new.quant_storage, "module": new} | NF4
+    new.weight = Params4bit(linear.weight.detach(), **options)
     return new.to(device.kind())  # type: ignore[no-any-return]  # which quantises
 
 
@@ -197,7 +212,7 @@ def check_nf4_shards() -> None:
         )
 
 
-def _replace(model: Any, make: Any) -> int:
+def replace_linears(model: Any, make: Callable[[Linear], Any]) -> int:
     """Replace each frozen torch.nn.Linear of the decoder; layers of adapters are trained and stay."""
     count = 0
     for layer in decoder_layers(model):

@@ -18,6 +18,7 @@ from kit.config import models
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.train import attention, patches
+from kit.train.packed import outline_nf4
 from kit.train.shards import Load, ShardedBase
 from kit.train.sources import Sources, check_sources, find_sources
 from kit.trainers.trl import shards
@@ -73,8 +74,8 @@ def why_not_sharded(recipe: Recipe) -> str:
     """Why the base of a recipe that FSDP shards is read by one process as a whole; empty where it need not be."""
     if recipe.parallel.strategy != "fsdp2":
         return f"parallel.strategy {recipe.parallel.strategy} reads the whole base in one process of each node"
-    if recipe.model.base != "bf16":
-        return f"model.base {recipe.model.base} is made from the whole base"
+    if recipe.model.base == "fp8":
+        return "model.base fp8 is made from the whole base"
     if recipe.model.name.endswith(".json"):
         return "random weights are made on every rank"
     if not patches.applies(patches.REQUIREMENTS["fill_shards"]):
@@ -113,7 +114,9 @@ def open_base(recipe: Recipe, reads: bool = True) -> tuple[ShardedBase | None, s
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names.values()}
     check_sources(found.of, weights.tensors, shapes, str(folder))
     _read_buffers(model, found, weights)
-    return ShardedBase(model, weights, found.of, reads, names, placeholders, _unused(found.unused)), ""
+    packed = outline_nf4(model, names) if recipe.model.base == "nf4" else {}
+    names |= {weight.placeholder.data_ptr(): name for name, weight in packed.items()}
+    return ShardedBase(model, weights, found.of, reads, names, placeholders, _unused(found.unused), packed), ""
 
 
 def _names_by_address(model: Any) -> dict[int, list[str]]:

@@ -8,7 +8,6 @@ of them and sends it to the others.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from kit.checkpoints.formats.base import Piece, Weights
 from kit.checkpoints.sharded import Cut, empty, read_into, rows_of_rank
 from kit.checkpoints.weights import pieces
 from kit.train import patches
+from kit.train.packed import PackedRows, PackedWeight, quantise_as_read
 from kit.train.sources import Source
 
 
@@ -42,6 +42,7 @@ class ShardedBase:
     """A base model without memory, whose shards are filled from its files when accelerate prepares it.
 
     names: of the parameters, by the addresses of their placeholders, which stay alive so that the addresses are theirs.
+    packed: the parameters that are quantised to nf4, by their names.
     """
 
     model: Any
@@ -51,6 +52,7 @@ class ShardedBase:
     names: dict[int, str]
     placeholders: list[torch.Tensor]
     unused: str  # what the files hold and the model does not; empty: nothing
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
     load: Load = field(default_factory=Load)
 
     def attach(self, accelerator: Any) -> None:
@@ -60,8 +62,8 @@ class ShardedBase:
     def fill(self, accelerator: Any, model: Any, state: dict[str, Any], cpu_offload: bool = False) -> Any:
         """Stands in for accelerate's fsdp2_load_full_state_dict: `model` is sharded on meta, `state` is as before."""
         begun, wanted = time.monotonic(), model.state_dict()
-        on_cpu = cpu_offload or accelerator.device.type == "cpu"
-        device = "cpu" if on_cpu else str(accelerator.device)
+        own_device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
+        device = "cpu" if cpu_offload else own_device
         part_of: dict[str, _Part] = {}
         filled = {}
         for name, like in wanted.items():
@@ -72,21 +74,25 @@ class ShardedBase:
             if base_name not in part_of:
                 part_of[base_name] = _Part.of(like, device, share=not cpu_offload)
             filled[name] = part_of[base_name].local
-        self._read(part_of)
+        self._read(part_of, own_device)
         tensors = {name: _as_dtensor(filled[name], like, cpu_offload) for name, like in wanted.items()}
         model.load_state_dict(tensors, assign=True)
         self._report(accelerator, time.monotonic() - begun)
         return model
 
-    def _read(self, part_of: dict[str, "_Part"]) -> None:
+    def _read(self, part_of: dict[str, "_Part"], quantise_on: str) -> None:
         if not self.reads:
             for part in part_of.values():
                 part.local.fill_(torch.nan)  # a weight that the checkpoint lacks would be seen at once
             return
-        places = pieces(self.weights)
-        cuts = [cut for name, part in part_of.items() for cut in part.cuts(self.of[name], places)]
+        places, cuts, packed = pieces(self.weights), [], []
+        for name, part in part_of.items():
+            if name in self.packed:
+                packed.append(part.packed_rows(self.packed[name], self.of[name], places))
+            else:
+                cuts += list(part.cuts(self.of[name], places))
         read_into(cuts)
-        self.load.bytes = sum(cut.target.numel() * cut.piece.length // max(1, prod(cut.piece.shape)) for cut in cuts)
+        self.load.bytes = sum(cut.bytes for cut in cuts) + quantise_as_read(packed, quantise_on)
         for part in part_of.values():
             part.exchange()
 
@@ -98,12 +104,16 @@ class ShardedBase:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's rows of a parameter: memory for them, and which of them each of the replicas reads."""
+    """This rank's rows of a parameter: memory for them, and which of them each of the replicas reads.
+
+    group: of the replicas, where they send rows to each other. readers: of the ranks that read all rows together.
+    """
 
     local: torch.Tensor
     held: range
     reads: list[range]
-    group: Any = None
+    group: Any
+    readers: Any
 
     @classmethod
     def of(cls, like: DTensor, device: str, share: bool) -> "_Part":
@@ -112,13 +122,24 @@ class _Part:
         held = rows_of_rank(tuple(like.shape), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         local = empty((len(held), *like.shape[1:]), like.dtype, device)
         if mesh.ndim == 1 or not share:
-            return cls(local, held, [held])
+            return cls(local, held, [held], None, mesh.get_group(mesh.ndim - 1))
         split = [rows_of_rank((len(held),), replica, mesh.size(0)) for replica in range(mesh.size(0))]
-        return cls(local, held, [held[rows.start : rows.stop] for rows in split], mesh.get_group(0))
+        return cls(local, held, [held[rows.start : rows.stop] for rows in split], mesh.get_group(0), None)
+
+    @property
+    def _own(self) -> range:
+        """The rows that this rank reads."""
+        return self.reads[distributed.get_rank(self.group) if self.group else 0]
+
+    def packed_rows(self, weight: PackedWeight, sources: list[Source], places: dict[str, list[Piece]]) -> PackedRows:
+        """The rows that this rank reads and quantises."""
+        (source,) = sources
+        (piece,) = places[source.name]
+        return PackedRows(weight, piece, self._own, self._rows(self._own), self.readers)
 
     def cuts(self, sources: list[Source], places: dict[str, list[Piece]]) -> Iterator[Cut]:
         """The reads of this rank."""
-        own = self.reads[distributed.get_rank(self.group) if self.group else 0]
+        own = self._own
         for source in sources:
             (piece,) = places[source.name]
             if source.row is None:
