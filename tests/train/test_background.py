@@ -46,6 +46,20 @@ def test_a_checkpoint_of_the_background_holds_its_step_though_training_went_on(r
     assert resume_point(run, lambda text: None) == str(newest.with_name("checkpoint-4"))
 
 
+@pytest.mark.slow
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_that_the_save_had_waited_for(
+    recipe, tiny, local, tmp_path
+):
+    job = recipe.override(**FULL | {"model.name": str(base_model("tied", tiny)), "schedule.save": "async"})
+    run = Run.create(job, local, tmp_path, "d")
+    with pytest.raises(AssertionError, match=r"exit codes \[-9, -9\]"):
+        train_ranks(job, run.path, {"dies_at": 4})
+    assert json.loads((run.path / "killed.json").read_text()) is True
+    killed = run.path / "checkpoints" / "checkpoint-4"
+    assert list((killed / "pytorch_model_fsdp_0").glob("*.distcp")) and not complete(killed)
+    assert resume_point(run, lambda text: None) == str(killed.with_name("checkpoint-2"))
+
+
 class SlowWriter(FileSystemWriter):
     """Writes when it is allowed to."""
 
