@@ -25,7 +25,8 @@ NF4_MOVED = 12.0  # bytes a weight that unpacking it costs in each pass
 # Bytes an element of what the matmul of a weight's gradient reads; fitted to full fine-tunes in h200_second.csv.
 WEIGHT_GRADIENT_MOVED = 3.0
 GATHER_COPIES = 4.0  # times that a gathered byte is read or written: by the collective, and by FSDP2's copy out of it
-# Recomputing a compiled layer over its forward, with adapters and in full fine-tunes: it runs to its very end again.
+# Recomputing a compiled layer under FSDP2 over its forward, with adapters and in full fine-tunes, of a prototype.
+# Without FSDP it takes one forward (h200_third.csv).
 COMPILED_AGAIN, COMPILED_AGAIN_FULL = 2.0, 1.5
 
 

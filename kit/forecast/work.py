@@ -243,15 +243,20 @@ def micro_batch(shape: Shape, recipe: Recipe, tokens: float, row: float, documen
 def _recomputed(forward: Work, layers: _Layers) -> Work:
     if not layers.recipe.parallel.recomputes:
         return Work()
-    if not layers.path.compiled:
+    if not layers.path.compiled or not _is_sharded(layers.recipe):
         return forward
     return forward * (paths.COMPILED_AGAIN_FULL if layers.full else paths.COMPILED_AGAIN)
+
+
+def _is_sharded(recipe: Recipe) -> bool:
+    """Whether FSDP gathers weights."""
+    return recipe.world_size > 1 and recipe.parallel.strategy.startswith("fsdp")
 
 
 def _copied(shape: Shape, recipe: Recipe) -> float:
     """Bytes that a micro-batch moves to gather weights, on the fast path; the plain path's constants contain them."""
     parallel = recipe.parallel
-    if TrainingPath.of(recipe).plain or recipe.world_size == 1 or not parallel.strategy.startswith("fsdp"):
+    if TrainingPath.of(recipe).plain or not _is_sharded(recipe):
         return 0.0
     weights = FrozenWeights.of(shape, recipe, 2).model + 2 * shape.trainable(recipe)
     return paths.GATHER_COPIES * weights * (1 if parallel.sharding == "grad_op" else 2)
@@ -263,7 +268,7 @@ def _visits(shape: Shape, recipe: Recipe) -> float:
     FSDP1 makes every lora_A and lora_B a unit (PEFT's fsdp_auto_wrap_policy), which checkpointing gathers once more.
     """
     parallel = recipe.parallel
-    if recipe.world_size == 1 or not parallel.strategy.startswith("fsdp"):
+    if not _is_sharded(recipe):
         return 0.0
     layers = 3 * (shape.layers + 1)
     if parallel.strategy == "fsdp2" or recipe.tuning.method == "full":

@@ -109,14 +109,14 @@ def keep_loss_in_fp32(plugin: Any) -> None:
 
 
 @patch("accelerate>=1.15,<2")
-def leave_shards_where_they_are(plugin: Any) -> None:
-    """Have FSDP2's state dicts refer to the shards. `plugin`: a FullyShardedDataParallelPlugin.
+def save_shards_from_the_gpu(plugin: Any, on: bool) -> None:
+    """Have saves of FSDP2 refer to the shards, or, at the end, copy them to the host first, as accelerate does.
 
-    accelerate would first copy all of them to the host, for which training waits: 12 bytes a parameter in a full
-    fine-tune, over the ranks. torch.distributed.checkpoint copies what it writes.
+    plugin: a FullyShardedDataParallelPlugin; None changes nothing. Training waits for accelerate's copy, of 12 bytes a
+    parameter in a full fine-tune, over the ranks; torch.distributed.checkpoint copies what it writes.
     """
-    if plugin.fsdp_version == 2 and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
-        plugin.state_dict_config.offload_to_cpu = False
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
+        plugin.state_dict_config.offload_to_cpu = not on
 
 
 @patch("accelerate>=1.15,<2")

@@ -157,8 +157,11 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         if self.is_world_process_zero():
             record_ranks(path, self.accelerator, args)
         keep, args.save_total_limit = args.save_total_limit, None
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        patches.save_shards_from_the_gpu(plugin, True)
         with saves.hold_back(self.state) if saves else nullcontext():
             super()._save_checkpoint(model, trial)
+        patches.save_shards_from_the_gpu(plugin, False)
         args.save_total_limit = keep
         PartialState().wait_for_everyone()
         if self.is_world_process_zero():
@@ -251,7 +254,6 @@ def build_trainer(
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
     if plugin is not None:
         patches.keep_loss_in_fp32(plugin)
-        patches.leave_shards_where_they_are(plugin)
     if sharded:
         sharded.attach(trainer.accelerator)
     if recipe.parallel.compiles:

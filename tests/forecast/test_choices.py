@@ -136,10 +136,13 @@ def test_without_a_compiler_nothing_is_compiled():
 
 
 def test_compiled_layers_are_not_recomputed_where_that_gains_little():
-    job = open_recipe(**ONE, **LONG, parallel__activation_checkpointing=True, schedule__micro_batch=4)
-    fast_host = dataclasses.replace(H100, nodes=dataclasses.replace(H100.nodes, launch_us=5.0))
-    found = choices(job, fast_host)["parallel.compile"]
+    changes = {"parallel__activation_checkpointing": True, "schedule__micro_batch": 4}
+    fast_host = dataclasses.replace(H100, nodes=dataclasses.replace(H100.nodes, launch_us=1.0))
+    found = choices(open_recipe(**LONG, **changes, tuning__method="lora", parallel__strategy="fsdp2"), fast_host)[
+        "parallel.compile"
+    ]
     assert found.value == "off" and "a compiled layer that is recomputed gains too little" in found.reason
+    assert choices(open_recipe(**ONE, **LONG, **changes), fast_host)["parallel.compile"].value == "on"
     full = open_recipe(**LONG, parallel__activation_checkpointing=True)
     assert choices(full)["parallel.compile"].value == "on"
 

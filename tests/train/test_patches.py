@@ -120,8 +120,10 @@ def test_the_loss_is_not_cast_to_bf16_by_fsdp2():
 def test_the_shards_of_fsdp2_are_saved_without_a_copy_of_all_on_the_host():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     assert fsdp_utils._prepare_sd_options(plugin).cpu_offload  # what accelerate sets
-    patches.leave_shards_where_they_are(plugin)
+    patches.save_shards_from_the_gpu(plugin, True)
     assert not fsdp_utils._prepare_sd_options(plugin).cpu_offload
+    patches.save_shards_from_the_gpu(plugin, False)
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload
 
 
 def test_accelerate_loads_sharded_checkpoints_with_the_kits_reader(monkeypatch):

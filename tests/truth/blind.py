@@ -1,10 +1,11 @@
 """Forecasts that were made before anybody measured, and what was measured then.
 
-There were two rounds: blind.json with h200.csv, and blind_second.json with h200_second.csv, on the training path with
-variable-length attention, compiled layers, fp8 and nf4.
+There were three rounds: blind.json with h200.csv; blind_second.json with h200_second.csv, on the training path with
+variable-length attention, compiled layers, fp8 and nf4; and blind_third.json with h200_third.csv, after the misses of
+the second had been mended. The third has 18 settings of three models, of which `kit tune` chooses one each.
 
-`python -m tests.truth.blind freeze CASES.json` writes blind_second.json, which was committed before the cases ran and
-is never remade; `python -m tests.truth.blind table` rewrites blind.md and blind_second.md.
+`python -m tests.truth.blind freeze CASES.json` writes blind_third.json, which was committed before the cases ran and
+is never remade; `python -m tests.truth.blind table` rewrites the tables of all rounds.
 """
 
 import csv
@@ -167,17 +168,37 @@ What the misses taught:
 - Steps of experts are forecast too short by 12 to 23%, those of GPT-2, whose kernels are small, by half.
 - One case, LoRA of Mistral-7B under FSDP1 on two GPUs, was not reached in the machine's time.""".splitlines()
 
+THIRD_NOTES = """\
+- Recomputed layers that are compiled were faster than forecast, by 17 to 20%: they were counted twice and more, as a
+  prototype had needed. Without FSDP they take one more forward, which is what is forecast now. No memory term changed.
+- Qwen2.5-1.5B under DDP took 3.9 GiB more than forecast: DDP's first buckets were still there, as blind.md describes.
+- Mistral-7B under FSDP1 took 6.8 GiB more: its compiled layers keep more than those of FSDP2. The cause is not known.
+- Both are within the forecast's range of the device's memory. All others are within 4%.
+- Two rows had memory of the case before, which was freed during the run: leftover_gib of Llama-3.2-3B under FSDP2 was
+  6.964 and of Qwen2-7B 1.693, and is what their last memory exceeds weights, gradients and optimizer by.
+- Steps of micro-batches that are small for the GPU take longer than forecast without a probe: those of Qwen2.5-1.5B by
+  81% with one row of 2,048 tokens, and by 14% with two.
+- One case, QLoRA of Qwen3-8B under FSDP2 on two GPUs, was not reached in the machine's time.
+
+Of 18 settings of three models the first one of `kit tune` had 98.9% of the best one's speed (Qwen3-8B, LoRA), 97.6%
+(Llama-3.2-3B, LoRA) and 97.5% (Qwen2.5-1.5B, full): it prefers the setting that leaves most memory among equally fast.
+""".splitlines()
+
 FIRST = Round("blind", "h200.csv", False, "most of families on which nothing had been", tuple(NOTES))
 SECOND = Round(
     "blind_second", "h200_second.csv", True, "on the path with compiled layers, fp8 and nf4", tuple(SECOND_NOTES)
 )
+THIRD = Round(
+    "blind_third", "h200_third.csv", True, "after the misses of the second round were mended", tuple(THIRD_NOTES)
+)
+ROUNDS = (FIRST, SECOND, THIRD)
 
 
 def main(what: str, *paths: str) -> int:
     """Write the frozen forecasts, unless they are there, or the tables."""
-    target = FOLDER / f"{SECOND.name}.json"
+    target = FOLDER / f"{THIRD.name}.json"
     if what == "table":
-        for one in (FIRST, SECOND):
+        for one in ROUNDS:
             write(FOLDER / f"{one.name}.md", one.table())
     elif what == "freeze" and not target.exists():
         cases = json.loads(Path(paths[0]).read_text())

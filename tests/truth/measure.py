@@ -162,6 +162,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch._dynamo.reset()  # code that was compiled for earlier cases
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    gc.collect()  # what only these states and compiled code referred to
     leftover = torch.cuda.memory_allocated()  # of an earlier case in this process, in every figure of this one
     recipe = recipe_of(case)
     set_environment(recipe, folder)
