@@ -17,16 +17,23 @@ if "RANK" in os.environ and WORDS[:2] == ["-m", "kit.train"] and "accelerate" no
 
     import torch
 
+    from kit.train.packed import BLOCK, _state
     from kit.train.shards import ShardedBase
 
     STD, EVERY_S = 0.02, 0.2
     RUN, THIS_RANK = Path(WORDS[2]), int(os.environ["RANK"])
 
-    def draw(self, part_of):
-        """Stands in for ShardedBase._read: matrices of N(0, STD^2), norms of 1."""
+    def draw(self, part_of, quantise_on):
+        """Stands in for ShardedBase._read: matrices of N(0, STD^2), or of 4-bit numbers up to 3 STD, norms of 1."""
         generator = torch.Generator("cuda").manual_seed(THIS_RANK)
-        for part in part_of.values():
-            if part.local.ndim > 1:
+        for name, part in part_of.items():
+            if name in self.packed:
+                weight = self.packed[name]
+                part.local.view(torch.uint8).random_(0, 256, generator=generator)
+                scales = torch.full((-(-weight.elements // BLOCK),), 3 * STD, device=quantise_on)
+                scales[::2] *= 0.9  # they are quantised themselves
+                weight.layer.quant_state = _state(scales, weight)
+            elif part.local.ndim > 1:
                 part.local.normal_(0, STD, generator=generator)
             else:
                 part.local.fill_(1.0)
