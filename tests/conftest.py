@@ -2,9 +2,9 @@
 
 Under `--numprocesses` a group stays in one worker. The groups are:
 
-- `slurm`: tests that stop nodes, preempt or count jobs on a Slurm;
-- `jobs`: tests that only run jobs on a Slurm, which is another one, since these two groups take longest;
-- `signals`: a test that waits for time limits, on a third one;
+- `slurm`, `resume`, `signals`: tests that stop nodes, preempt, count jobs or wait for time limits, each on a Slurm that
+  no other group uses;
+- `notebook`, `jobs`: tests that only run jobs, also each on a separate Slurm, since together they would take longest;
 - `browser`: the other tests that need Chromium;
 - otherwise the test's module, so that its fixtures are made once.
 """
@@ -52,19 +52,23 @@ def pytest_unconfigure(config):
         shared.remove(folder)
 
 
-# Files and folders whose tests use another Slurm than "slurm", by its name. Those of "jobs" change only their own jobs.
+# Files and folders whose tests use another Slurm than "slurm", by its name.
 SLURMS = {
-    "jobs": ("tests/deploy/", "tests/notebook/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
-             "tests/test_start_lab.py"),
+    "resume": ("tests/slurm/test_resume.py",),
     "signals": ("tests/lint/test_signals.py",),
+    "notebook": ("tests/notebook/",),
+    "jobs": ("tests/deploy/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
+             "tests/test_start_lab.py"),
 }  # fmt: skip
-# The groups that take more than half a minute, the longest first. The others start after them, by their slow tests.
+# The groups that take more than half a minute, the longest first; but `signals`, which only waits, is one of the first
+# four, which begin together. The others start after them, by their slow tests.
 LONGEST = (
-    "slurm", "jobs", "signals", "browser", "tests/slurm/test_launch_trouble.py", "tests/train/test_load.py",
-    "tests/slurm/test_final_state.py", "tests/train/test_zero.py", "tests/checkpoints/test_timing.py",
-    "tests/deploy/test_adapter.py", "tests/notebook/test_notebooks.py", "tests/train/test_trainer.py",
-    "tests/deploy/test_serve.py", "tests/checkpoints/test_saving.py", "tests/forecast/test_shape.py",
-    "tests/notebook/test_execute.py", "tests/data/test_dataset.py", "tests/data/test_encode.py",
+    "slurm", "notebook", "signals", "browser", "resume", "jobs", "tests/slurm/test_launch_trouble.py",
+    "tests/train/test_load.py", "tests/slurm/test_final_state.py", "tests/train/test_zero.py",
+    "tests/checkpoints/test_timing.py", "tests/deploy/test_adapter.py", "tests/notebook/test_notebooks.py",
+    "tests/train/test_trainer.py", "tests/deploy/test_serve.py", "tests/checkpoints/test_saving.py",
+    "tests/forecast/test_shape.py", "tests/notebook/test_execute.py", "tests/data/test_dataset.py",
+    "tests/data/test_encode.py",
 )  # fmt: skip
 
 
