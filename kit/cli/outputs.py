@@ -115,6 +115,20 @@ def checkpoint_plan(
     emit(found, as_json)
 
 
+@checkpoint.command("export")
+def checkpoint_export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT|RUN")],
+    out: Path,
+    dtype: Annotated[str, typer.Option(help="Type of the weights; default: the recipe's model.dtype.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Write a full fine-tune as a model folder that transformers loads."""
+    from kit.deploy.model import export_model
+
+    here = Path(checkpoint)
+    emit(export_model(here if here.exists() else find_run(checkpoint).path, out, dtype, progress=True), as_json)
+
+
 @adapter.command("export")
 def adapter_export(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT|RUN")],

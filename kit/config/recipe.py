@@ -105,6 +105,10 @@ class Parallel:
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass instead of keeping them; auto: only where the job does not fit
     without it."""
+    tensor: PositiveInt = 1
+    """Ranks of a node that split each layer and train on the same rows (tensor parallelism); full fine-tunes only."""
+    expert: PositiveInt = 1
+    """Ranks of a node that split the experts of each layer, and hand each other tokens; full fine-tunes only."""
     offload: bool | Literal["none", "cpu", "nvme"] = "none"
     """Where parameters, gradients and optimizer state are kept, if not on the GPU; false means none, and true cpu."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -116,10 +120,30 @@ class Parallel:
             object.__setattr__(self, "offload", "cpu" if self.offload else "none")
         return self
 
+    @model_validator(mode="after")
+    def _groups_of_ranks(self) -> "Parallel":
+        for key, size in (("tensor", self.tensor), ("expert", self.expert)):
+            if self.gpus_per_node % size:
+                raise ValueError(
+                    f"{key} is {size}, and ranks that split a layer are on one node: it has to divide gpus_per_node, "
+                    f"which is {self.gpus_per_node}."
+                )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ValueError(
+                f"expert is {self.expert}, which is no multiple of tensor {self.tensor}: experts are split over whole "
+                "groups of the ranks that split a layer."
+            )
+        return self
+
     @property
     def offloads(self) -> bool:
         """Whether anything is kept outside of the GPU's memory."""
         return self.offload != "none"
+
+    @property
+    def split(self) -> bool:
+        """Whether each layer, or its experts, is split over ranks that compute it together."""
+        return self.tensor > 1 or self.expert > 1
 
     @property
     def recomputes(self) -> bool:
@@ -194,7 +218,7 @@ class TrainerChoice:
 # Keys that recorded digests do not count, with the value under which a recipe means what it meant before they existed.
 ADDED_LATER = {
     ("model", "base"): "bf16", ("parallel", "compile"): "auto", ("trainer", "name"): "trl", ("trainer", "python"): "",
-    ("schedule", "save"): "sync",
+    ("schedule", "save"): "sync", ("parallel", "tensor"): 1, ("parallel", "expert"): 1,
 }  # fmt: skip
 RECORDED_OFFLOAD = {"none": False, "cpu": True}  # how recorded digests count values of parallel.offload
 
@@ -302,13 +326,18 @@ class Recipe:
         return self.parallel.nodes * self.parallel.gpus_per_node
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that train on rows of their own: those that split a layer by parallel.tensor count as one."""
+        return self.world_size // self.parallel.tensor
+
+    @property
     def batch(self) -> int:
-        """Rows of an optimizer step: ranks x micro batch x accumulation."""
-        return self.world_size * self.schedule.micro_batch * self.schedule.grad_accum
+        """Rows of an optimizer step: ranks with rows of their own x micro batch x accumulation."""
+        return self.data_ranks * self.schedule.micro_batch * self.schedule.grad_accum
 
     def optimizer_steps(self, rows: int) -> int:
         """Optimizer steps of the run for a train split of this many rows, as transformers' Trainer counts them."""
         if self.schedule.max_steps:
             return self.schedule.max_steps
-        batches = math.ceil(rows / (self.world_size * self.schedule.micro_batch))
+        batches = math.ceil(rows / (self.data_ranks * self.schedule.micro_batch))
         return math.ceil(self.schedule.epochs * max(1, math.ceil(batches / self.schedule.grad_accum)))

@@ -41,12 +41,12 @@ def steps_with(
     fitting = lengths[lengths <= min(seq_len, longest)]
     if not len(fitting):
         raise KitError(f"No document has {min(seq_len, longest)} tokens or fewer.")
-    if batch % recipe.world_size:
-        raise InputError(f"A batch of {batch} rows does not divide among {recipe.world_size} ranks.")
+    if batch % recipe.data_ranks:
+        raise InputError(f"A batch of {batch} rows does not divide among {recipe.data_ranks} ranks.")
     rows = len(fitting)
     if recipe.data.packing:
         rows = len(pack(fitting, seq_len, recipe.schedule.seed)[1]) - 1
-    schedule = {"epochs": epochs, "micro_batch": 1, "grad_accum": batch // recipe.world_size, "max_steps": 0}
+    schedule = {"epochs": epochs, "micro_batch": 1, "grad_accum": batch // recipe.data_ranks, "max_steps": 0}
     steps = recipe.override(**{f"schedule.{key}": value for key, value in schedule.items()}).optimizer_steps(rows)
     tokens, left_out = int(fitting.sum()), len(lengths) - len(fitting)
     fill = tokens / rows / seq_len

@@ -33,7 +33,7 @@ _KNOWN_SETTINGS = re.compile(
     r"inference_mode|init_lora_weights|layers_to_transform|lora_(alpha|dropout)|megatron_core|modules_to_save|"
     r"peft_(type|version)|qalora_group_size|r|revision|target_modules|task_type|use_(dora|rslora)"
 )
-_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # config, tokenizer, chat template
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # config, tokenizer, chat template
 
 Update = Callable[[Any], Any]  # the new values of a tensor from the base's, which it may overwrite
 
@@ -93,7 +93,7 @@ def merge(adapter: Path, base: str | Path, out: Path, shard_gb: float = 5.0, pro
     with files.new_folder(out) as folder:
         shards = _write_shards(outputs, base_weights, shard_gb * 1e9, folder, progress)
         for path in origin.iterdir():
-            if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+            if path.suffix in COPIED_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
         if head_untied:
             files.write_json(folder / "config.json", _untied(settings))

@@ -32,6 +32,11 @@ NVME_NOT_EXACT = (
     "equal"
 )
 
+SPLIT_ON_CPUS = (
+    "parallel.tensor and parallel.expert were compared with one rank on CPUs in fp32, and have not run on GPUs yet: "
+    "compare the losses of a few steps with those of both set to 1"
+)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -194,6 +199,8 @@ class _Resolver:
             return "the kit does not know this family of models"
         if any(linear.copies > 1 for linear in self.shape.linears):
             return "which experts a token goes to changes with the data, so that the graph would, too"
+        if job.parallel.split:
+            return "layers that are split over ranks are not compiled"
         if job.parallel.strategy.startswith("zero"):
             return "DeepSpeed's hooks run between the operations of a layer"
         if job.model.attention not in COMPILED_ATTENTIONS:
@@ -216,6 +223,8 @@ class _Resolver:
     def _notes(self, job: Recipe) -> Iterator[str]:
         if job.model.base == "fp8":
             yield f"{FP8_COST}."
+        if job.parallel.split and self.cluster.nodes.gpus:
+            yield f"{SPLIT_ON_CPUS}."
         if job.parallel.offload == "nvme":
             yield f"{NVME_NOT_EXACT}."
         if note := self._ddp_note(job):

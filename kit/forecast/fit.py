@@ -12,6 +12,7 @@ from kit.forecast.host import HostMemory
 from kit.forecast.layout import GIB, Layout
 from kit.forecast.memory import phases
 from kit.forecast.shape import Shape, load_shape
+from kit.forecast.split import check_formulas
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
@@ -65,6 +66,7 @@ def memory(recipe: Recipe, cluster: Cluster, shape: Shape | None = None, fix: bo
     """
     shape = shape or load_shape(recipe.model.name, cluster.paths.hf_home)
     shape.check(recipe)
+    check_formulas(recipe)
     found = _forecast(shape, recipe, cluster)
     if found.verdict in ("fits", "unknown") or not fix:
         return found

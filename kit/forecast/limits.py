@@ -6,10 +6,12 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from kit.config.cluster import NO_COMPILER, Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
+from kit.forecast import split
 from kit.forecast.attention import varlen_gap
 from kit.forecast.gpus import capability
 from kit.forecast.shape import load_config
@@ -38,6 +40,7 @@ def problems(recipe: Recipe, cluster: Cluster, compiler: bool | None = None) -> 
     """What of a recipe this cluster cannot run, each with what to change; compiler as for `kit.forecast.choices`."""
     compiler = known_compiler(cluster, compiler)
     model, nodes, sharded = recipe.model, cluster.nodes, is_sharded(recipe)
+    yield from split.problems(recipe, known_config(recipe, cluster))
     if problem := attention_problem(recipe, cluster):
         yield problem
     if recipe.parallel.compile == "on" and compiler is False:
@@ -78,13 +81,19 @@ def compiler_place(cluster: Cluster) -> str:
     return f"the profile {cluster.name} says that its nodes have" if cluster.nodes.compiler else "this machine has"
 
 
+def known_config(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+    """The content of the model's config.json; empty where it is not on this machine."""
+    with suppress(InputError):
+        return load_config(recipe.model.name, cluster.paths.hf_home)
+    return {}
+
+
 def attention_problem(recipe: Recipe, cluster: Cluster) -> str:
     """What is wrong with variable-length attention where the recipe names it; empty where nothing is."""
     model = recipe.model
     if model.attention != "varlen":
         return ""
-    with suppress(InputError):
-        config = load_config(model.name, cluster.paths.hf_home)
-        if gap := varlen_gap(config, model.dtype, cluster.nodes.gpu, cluster.nodes.gpus > 0):
-            return f"model.attention varlen is not possible for {model.name}: {gap}. Set model.attention to auto."
+    config = known_config(recipe, cluster)
+    if config and (gap := varlen_gap(config, model.dtype, cluster.nodes.gpu, cluster.nodes.gpus > 0)):
+        return f"model.attention varlen is not possible for {model.name}: {gap}. Set model.attention to auto."
     return ""

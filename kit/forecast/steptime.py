@@ -12,6 +12,7 @@ from kit.errors import InputError
 from kit.forecast.layout import FrozenWeights, Layout
 from kit.forecast.paths import FP8_SPEED, VARLEN_ATTENTION
 from kit.forecast.shape import Shape
+from kit.forecast.split import check_formulas
 from kit.forecast.work import Work, micro_batch, optimizer_step, useful_flops
 
 # By GPU: what a large matmul reaches of the bf16 peak, and GB/s that kernels get of its memory: 78 % of the data sheet.
@@ -232,7 +233,11 @@ def storage_of(shape: Shape, recipe: Recipe, cluster: Cluster) -> Storage:
 
 
 def time_of(shape: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored: Storage) -> Time:
-    """Seconds of a step and hours of the run; None in all but the steps where the profile has no peak of its GPUs."""
+    """Seconds of a step and hours of the run; None in all but the steps where the profile has no peak of its GPUs.
+
+    Raises InputError for a recipe without formulas.
+    """
+    check_formulas(recipe)
     schedule = recipe.schedule
     steps = schedule.max_steps or (None if sizes.train_rows is None else recipe.optimizer_steps(sizes.train_rows))
     if not cluster.nodes.gpu_bf16_tflops:

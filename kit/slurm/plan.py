@@ -167,13 +167,16 @@ def _nodes(recipe: Recipe, cluster: Cluster) -> str:
     where = f", partition {profile.partition}" if profile.partition else ""
     limit = f", at most {profile.time}" if profile.time else ", without a time limit in the profile"
     ranks = f"{count(parallel.nodes, 'node')} x {each} = {count(recipe.world_size, 'rank')}"
-    return f"{ranks}, {parallel.strategy}{where}{limit}"
+    layers = f", each layer split over {parallel.tensor} ranks" if parallel.tensor > 1 else ""
+    experts = f", experts over {parallel.expert} ranks" if parallel.expert > 1 else ""
+    return f"{ranks}, {parallel.strategy}{layers}{experts}{where}{limit}"
 
 
 def _batch(recipe: Recipe) -> str:
     schedule = recipe.schedule
     rows = count(schedule.micro_batch, "row")
-    product = f"{rows} x {schedule.grad_accum} accumulated x {count(recipe.world_size, 'rank')}"
+    ranks = count(recipe.data_ranks, "group" if recipe.parallel.tensor > 1 else "rank")
+    product = f"{rows} x {schedule.grad_accum} accumulated x {ranks}"
     return f"{product} = {count(recipe.batch, 'row')} of up to {recipe.data.seq_len:,} tokens a step"
 
 

@@ -21,6 +21,7 @@ from kit.train import attention, patches
 from kit.train.packed import outline_nf4
 from kit.train.shards import Load, ShardedBase
 from kit.train.sources import Sources, check_sources, find_sources
+from kit.train.split import load_split
 from kit.trainers.trl import shards
 
 
@@ -56,7 +57,10 @@ def lora_config(recipe: Recipe) -> LoraConfig:
 
 
 def prepare_base(recipe: Recipe, resumes: bool, say: Callable[[str], None]) -> tuple[Any, Load]:
-    """The base, to be read into the shards where that is possible, else loaded; and how, which is logged later."""
+    """The base, to be read into the shards where that is possible, else loaded; and how, which is logged later.
+
+    Where layers are split, transformers has each rank read its part.
+    """
     if recipe.world_size > 1 and shards(recipe, on_gpus=torch.cuda.is_available()):
         in_checkpoint = resumes and recipe.tuning.method == "full"
         sharded, reason = open_base(recipe, reads=not in_checkpoint)
@@ -66,7 +70,7 @@ def prepare_base(recipe: Recipe, resumes: bool, say: Callable[[str], None]) -> t
             return sharded, sharded.load
         say(f"the base is not read into the shards: {reason}")
     begun = time.monotonic()
-    base = load_base(recipe)
+    base = load_split(recipe) if recipe.parallel.split else load_base(recipe)
     return base, Load(time.monotonic() - begun)
 
 

@@ -14,12 +14,14 @@ from typing import Any, ParamSpec
 
 import torch
 import torch.distributed.checkpoint
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import fsdp_utils
 from packaging.requirements import Requirement
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from trl.trainer import utils as trl_utils
 
 from kit.checkpoints import sharded
@@ -95,6 +97,15 @@ def partition_cpu_processes() -> None:
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
     AcceleratorState.__init__ = init
+
+
+@patch("accelerate>=1.15,<2")
+def count_cpu_processes() -> None:
+    """Let accelerate accept processes on CPUs that split layers between them, as it does GPUs.
+
+    It counts only types of GPUs as several devices, and refuses tensor parallelism elsewhere.
+    """
+    Accelerator.multi_device = property(lambda self: self.use_distributed)
 
 
 @patch("accelerate>=1.15,<2")
@@ -229,6 +240,39 @@ def save_checkpoints_by(save: Callable[..., None]) -> None:
     accelerate looks that function up at each save, and has no option for saves in the background.
     """
     torch.distributed.checkpoint.save = save  # type: ignore[attr-defined]
+
+
+@patch("transformers>=5.24,<5.25")
+def sum_gradients_of_one_pass() -> None:
+    """Have transformers sum the gradients of norms between split layers once for each backward pass.
+
+    Each rank normalises the heads that it has. transformers sums over the ranks what such a weight has accumulated:
+    where a step has several micro-batches, the gradients of the earlier ones are summed again, and count as often as
+    there are ranks. Plans of Qwen3, Gemma 3 and others say replicated_with_grad_allreduce.
+    """
+    ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", SummedEachPass())
+
+
+class SummedEachPass(TensorParallelLayer):  # type: ignore[misc]
+    """A style of transformers' plans: a weight that is whole on each rank, and used there for some heads alone."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        """Have the gradient of each backward pass summed over the mesh. Returns the module."""
+        hooked: set[torch.nn.Parameter] = set()
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient.clone()
+            torch.distributed.all_reduce(total, group=mesh.get_group())
+            return total
+
+        def hook(module: torch.nn.Module, inputs: Any) -> None:
+            for parameter in set(module.parameters(recurse=False)) - hooked:  # in a forward pass FSDP has another one
+                if parameter.requires_grad and torch.is_grad_enabled():
+                    parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+                    hooked.add(parameter)
+
+        module.register_forward_pre_hook(hook)
+        return module
 
 
 @patch("transformers>=5.20,<6")

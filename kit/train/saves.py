@@ -46,14 +46,14 @@ def _own_part(parameter: Any) -> torch.Tensor:
     return part
 
 
-def record_ranks(path: Path, accelerator: Any, arguments: Any) -> None:
+def record_ranks(path: Path, accelerator: Any, arguments: Any, tensor: int = 1) -> None:
     """Have a checkpoint say which ranks saved it, before they do. Only rank 0 calls it.
 
-    accelerator: accelerate's; arguments: the Trainer's.
+    accelerator: accelerate's; arguments: the Trainer's; tensor: ranks that train on the same rows.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
     ranks = accelerator.num_processes
-    rows = ranks * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    rows = ranks // tensor * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     SavedBy(ranks, rows, reshards=plugin is not None and plugin.fsdp_version == 2).write(path)
 
 

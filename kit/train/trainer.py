@@ -39,6 +39,7 @@ from kit.train.output import write_durably
 from kit.train.pace import Pace, Wait, Waits
 from kit.train.saves import check_finite, finish_checkpoint, record_ranks, resume_point
 from kit.train.shards import ShardedBase
+from kit.train.split import SplitSaves
 from kit.trainers.trl import shards
 
 
@@ -83,7 +84,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         if num_items_in_batch is None:
             return -outputs.log_probs.sum() / labelled.clamp(min=1)
         # num_items_in_batch counts the tokens of all ranks, and gradients are averaged over the ranks.
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        groups = self.accelerator.num_processes // self.get_tp_size()  # ranks that split a layer have the same tokens
+        ranks = groups if self.args.average_tokens_across_devices else 1
         return -outputs.log_probs.sum() * ranks / torch.as_tensor(num_items_in_batch).clamp(min=1)
 
     def _average_sums(self, mode: str) -> None:
@@ -93,7 +95,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             self._metrics[mode]["entropy"] = [entropy / max(1.0, tokens)]
             self._metrics[mode]["mean_token_accuracy"] = [hits / max(1.0, tokens)]
             if mode == "train":
-                self._metrics[mode]["loss_tokens"] = [tokens]  # since the last log, of all ranks
+                self._metrics[mode]["loss_tokens"] = [tokens / self.get_tp_size()]  # since the last log, of all ranks
 
     def _run_epoch(self, **options: Any) -> None:
         """transformers trains at least one step after a resume, also from the checkpoint of the last step."""
@@ -108,7 +110,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             self.background.stop_on_error()
         if "loss" in logs:
             self._average_sums("train")
-            total = (self.pace.tokens_before or 0) + int(self.accelerator.reduce(self.pace.tokens).item())
+            new = int(self.accelerator.reduce(self.pace.tokens).item()) // self.get_tp_size()
+            total = (self.pace.tokens_before or 0) + new
             self.state.num_input_tokens_seen = total  # saved with the checkpoint, so a resumed run counts on
             self._metrics["train"]["num_tokens"] = [total]
             logs |= self.pace.at_loss(self.state.global_step, total) | self.waits.row(self.accelerator)
@@ -155,7 +158,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         if saves:
             saves.wait()
         if self.is_world_process_zero():
-            record_ranks(path, self.accelerator, args)
+            record_ranks(path, self.accelerator, args, self.get_tp_size())
         keep, args.save_total_limit = args.save_total_limit, None
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         patches.save_shards_from_the_gpu(plugin, True)
@@ -173,6 +176,10 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
                 check()
                 tidy()
         self.values_checked = True
+
+
+class SplitTrainer(SplitSaves, Trainer):
+    """The trainer of a model whose layers are split over ranks."""
 
 
 def _is_partitioned(model: Any) -> bool:
@@ -242,7 +249,7 @@ def build_trainer(
     """
     patches.project_frozen_head_once()
     sharded = base if isinstance(base, ShardedBase) else None
-    trainer = Trainer(
+    trainer = (SplitTrainer if recipe.parallel.split else Trainer)(
         model=adapt(sharded.model if sharded else base, recipe),
         args=arguments,
         data_collator=collator(recipe),

@@ -18,7 +18,8 @@ ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_
 
 def require(trainer: str, recipe: Recipe, accepted: Mapping[str, Sequence[object]]) -> None:
     """Raises InputError where a key of the recipe has a value that the trainer cannot express."""
-    for key, values in accepted.items():
+    unsplit = {"parallel.tensor": (1,), "parallel.expert": (1,)}
+    for key, values in {**unsplit, **accepted}.items():
         section, name = key.split(".")
         value = getattr(getattr(recipe, section), name)
         if value not in values:

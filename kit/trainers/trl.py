@@ -47,12 +47,14 @@ def _check_qlora(recipe: Recipe, cluster: Cluster) -> None:
 
 
 def shards(recipe: Recipe, on_gpus: bool) -> bool:
-    """Whether FSDP shards the weights.
+    """Whether accelerate's FSDP shards the weights; where layers are split over ranks, transformers' own does.
 
     accelerate does not use it for a single CPU process. A single GPU has nothing to share: FSDP is used there for full
     fine-tunes only, of which it keeps the weights in fp32.
     """
     several = recipe.world_size > 1
+    if recipe.parallel.split:
+        return False
     return recipe.parallel.strategy in ("fsdp1", "fsdp2") and (several or (on_gpus and recipe.tuning.method == "full"))
 
 

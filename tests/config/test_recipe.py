@@ -82,12 +82,25 @@ def test_a_copy_with_a_bad_value_is_refused_as_well(tmp_path):
         ({"schedule.max_steps": "2.0"}, ["override: schedule.max_steps", "'2.0'", "a whole number"]),
         ({"data.packing": "yes"}, ["override: data.packing", "'yes'", "true or false"]),
         ({"model.dtype": "bf16"}, ["override: model.dtype", "'bf16'", "did you mean 'bfloat16'"]),
+        ({"parallel.tensor": 2}, ["override: parallel", "tensor is 2", "has to divide gpus_per_node, which is 1"]),
+        ({"parallel.expert": 3, "parallel.gpus_per_node": 8}, ["expert is 3", "divide gpus_per_node, which is 8"]),
+        (
+            {"parallel.gpus_per_node": 8, "parallel.tensor": 4, "parallel.expert": 2},
+            ["expert is 2, which is no multiple of tensor 4"],
+        ),
     ],
 )
 def test_a_bad_override_names_the_key_and_what_is_valid(tmp_path, changes, words):
     with pytest.raises(InputError) as caught:
         load(tmp_path, MINIMAL).override(**changes)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_ranks_that_split_a_layer_count_once_in_the_batch_and_in_the_steps(tmp_path):
+    spread = {"parallel.nodes": 2, "parallel.gpus_per_node": 8, "schedule.micro_batch": 3}
+    recipe = load(tmp_path, MINIMAL).override(**spread | {"parallel.tensor": 4, "parallel.expert": 8})
+    assert (recipe.world_size, recipe.data_ranks, recipe.batch, recipe.optimizer_steps(120)) == (16, 4, 12, 10)
+    assert recipe.override(**{"parallel.tensor": 1}).batch == 48
 
 
 DIGESTS = {

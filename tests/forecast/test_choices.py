@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import pytest
 
@@ -256,3 +257,42 @@ def test_shipped_recipes_resolve_on_shipped_clusters():
     for name in ("llama8b", "llama70b"):
         found = resolve(Recipe.load(name), Cluster.load("h100-8x8")).recipe
         assert "auto" not in (found.model.attention, found.parallel.compile, found.parallel.activation_checkpointing)
+
+
+SPLIT = {"tuning__method": "full", "parallel__tensor": 2, "parallel__strategy": "fsdp2"}
+
+
+def split_on(folder, kind, **changes):
+    """A recipe that splits the layers of a model of this type, of which only the config is there."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "intermediate_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": kind} | sizes))
+    return recipe(**SPLIT | {"model__name": str(folder), "parallel__gpus_per_node": 4} | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("llama", {"tuning__method": "lora"}, "averages them. Set tuning.method to full, or both to 1"),
+        ("llama", {"parallel__strategy": "ddp"}, "set parallel.strategy to fsdp2"),
+        ("llama", {"parallel__sharding": "hybrid"}, "parallel.sharding to full"),
+        ("llama", {"parallel__offload": "cpu"}, "set parallel.offload to none"),
+        ("llama", {"parallel__compile": "on"}, "set parallel.compile to off"),
+        ("llama", {"schedule__save": "async"}, "go with schedule.save sync"),
+        ("llama", {"parallel__tensor": 4}, "parallel.tensor is 4, which does not divide num_key_value_heads 2"),
+        ("llama", {"parallel__tensor": 1, "parallel__expert": 2}, "parallel.expert was not checked"),
+        ("gpt_oss", {}, "parallel.tensor was not checked against one rank for models of type gpt_oss"),
+        ("mixtral", {"parallel__expert": 4}, "parallel.expert is 4, which does not divide the 6 experts"),
+    ],
+)
+def test_layers_are_not_split_where_that_is_not_exact(tmp_path, kind, changes, words):
+    with pytest.raises(InputError, match=words):
+        limits.check(split_on(tmp_path, kind, **changes), H100)
+
+
+def test_layers_are_split_for_full_fine_tunes_without_a_forecast(tmp_path):
+    limits.check(split_on(tmp_path, "mixtral", parallel__expert=2), H100)
+    job = open_recipe(**SPLIT, model__name="meta-llama/Llama-3.1-8B", parallel__gpus_per_node=4)
+    with pytest.raises(InputError, match=r"no formulas yet for parallel\.tensor .* are unknown"):
+        predict(job, H100)
+    assert choices(job)["parallel.compile"].value == "off"
+    assert choices(job)["parallel.activation_checkpointing"].value is True
