@@ -66,7 +66,7 @@ def memory(recipe: Recipe, cluster: Cluster, shape: Shape | None = None, fix: bo
     """
     shape = shape or load_shape(recipe.model.name, cluster.paths.hf_home)
     shape.check(recipe)
-    check_formulas(recipe)
+    check_formulas(recipe, cluster, shape)
     found = _forecast(shape, recipe, cluster)
     if found.verdict in ("fits", "unknown") or not fix:
         return found

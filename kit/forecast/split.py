@@ -1,10 +1,13 @@
-"""Which layers transformers can split over ranks (parallel.tensor, parallel.expert), from a config.json; no torch."""
+"""What transformers can split over ranks (parallel.tensor, parallel.expert), and what is known of it; no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
+from kit.forecast.layout import GIB, Layout
+from kit.forecast.shape import Shape
 
 # Families whose losses and gradients were equal to those of one rank with transformers 5.24 (largest difference of a
 # gradient 1e-6 of its length), and which saved what they had loaded, bit by bit.
@@ -76,10 +79,29 @@ def _model_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"parallel.expert is {parallel.expert}, which does not divide the {count} experts ({key})."
 
 
-def check_formulas(recipe: Recipe) -> None:
+def least_gib(recipe: Recipe, cluster: Cluster, shape: Shape) -> float:
+    """GiB of weights, gradients and optimizer state of a rank, if every tensor were spread evenly over all ranks."""
+    layout = Layout.of(recipe, cluster)
+    return shape.total * (2 * layout.trained_bytes + layout.optimizer_bytes) / recipe.world_size / GIB
+
+
+def check_formulas(recipe: Recipe, cluster: Cluster, shape: Shape) -> None:
     """Raises InputError for a recipe that splits its layers, of which memory and time are not known yet."""
     if recipe.parallel.split:
         raise InputError(
             "The forecast has no formulas yet for parallel.tensor and parallel.expert: memory and time of this recipe "
-            "are unknown. With both set to 1 it has a forecast."
+            "are unknown. Weights, gradients and optimizer state take at least "
+            f"{least_gib(recipe, cluster, shape):.1f} GiB a rank; with both keys set to 1 there is a forecast."
+        )
+
+
+def check_room(recipe: Recipe, cluster: Cluster, shape: Shape) -> None:
+    """Raises InputError where a recipe that splits its layers cannot fit, whatever its activations take."""
+    nodes, parallel = cluster.nodes, recipe.parallel
+    capacity = nodes.gpu_memory_gib if nodes.gpus else nodes.ram_gib / parallel.gpus_per_node
+    if parallel.split and capacity and (least := least_gib(recipe, cluster, shape)) > capacity:
+        raise InputError(
+            f"{recipe.name} does not fit {cluster.name}: weights, gradients and optimizer state take at least "
+            f"{least:.1f} GiB a rank, of {capacity:.1f}. Raise parallel.nodes, or set tuning.method to lora and "
+            "parallel.tensor and parallel.expert to 1."
         )

@@ -237,7 +237,7 @@ def time_of(shape: Shape, recipe: Recipe, cluster: Cluster, sizes: Sizes, stored
 
     Raises InputError for a recipe without formulas.
     """
-    check_formulas(recipe)
+    check_formulas(recipe, cluster, shape)
     schedule = recipe.schedule
     steps = schedule.max_steps or (None if sizes.train_rows is None else recipe.optimizer_steps(sizes.train_rows))
     if not cluster.nodes.gpu_bf16_tflops:

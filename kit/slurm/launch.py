@@ -14,7 +14,7 @@ from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset, find_prepared, prepare
 from kit.data.sources import check_place
 from kit.errors import InputError, KitError
-from kit.forecast import choices, limits
+from kit.forecast import choices, limits, split
 from kit.forecast.choices import Resolution
 from kit.forecast.shape import Shape, load_shape
 from kit.forecast.timing import Prediction
@@ -127,6 +127,7 @@ def check_settings(recipe: Recipe, cluster: Cluster, compiler: bool | None) -> S
         return shape  # its trainer has checked what it can express
     if shape is not None:
         shape.check(recipe)  # what transformers or PEFT would refuse for this model
+        split.check_room(recipe, cluster, shape)
     limits.check(recipe, cluster, compiler)
     return shape
 

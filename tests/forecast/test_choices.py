@@ -6,9 +6,10 @@ import pytest
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.forecast import limits
+from kit.forecast import limits, split
 from kit.forecast.choices import resolve
 from kit.forecast.fit import memory
+from kit.forecast.shape import load_shape
 from kit.forecast.timing import predict
 from kit.forecast.tune import tune
 from tests.forecast.test_timing import H100, recipe
@@ -292,7 +293,11 @@ def test_layers_are_not_split_where_that_is_not_exact(tmp_path, kind, changes, w
 def test_layers_are_split_for_full_fine_tunes_without_a_forecast(tmp_path):
     limits.check(split_on(tmp_path, "mixtral", parallel__expert=2), H100)
     job = open_recipe(**SPLIT, model__name="meta-llama/Llama-3.1-8B", parallel__gpus_per_node=4)
-    with pytest.raises(InputError, match=r"no formulas yet for parallel\.tensor .* are unknown"):
-        predict(job, H100)
+    with pytest.raises(InputError, match=r"no formulas yet for parallel\.tensor .* at least 29\.9 GiB a rank"):
+        predict(job, H100)  # 8.03e9 parameters x 16 bytes / 4 ranks
+    shape = load_shape(job.model.name)
+    split.check_room(job, H100, shape)
+    with pytest.raises(InputError, match=r"at least 29\.9 GiB a rank, of 24\.0"):
+        split.check_room(job, on_gpu("H100", gpu_memory_gib=24.0), shape)
     assert choices(job)["parallel.compile"].value == "off"
     assert choices(job)["parallel.activation_checkpointing"].value is True

@@ -57,6 +57,14 @@ def test_the_script_of_the_plan_is_the_one_that_is_launched_but_for_its_names(re
     assert re.sub(names, "", shown.script) == re.sub(names, "", render_script(run))
 
 
+def test_ranks_that_split_layers_are_a_group_with_rows_of_their_own_and_have_no_forecast(recipe, local):
+    job = recipe.override(**{"tuning.method": "full", "parallel.tensor": 2, "schedule.grad_accum": 3})
+    facts = plan(job, local).facts
+    assert facts["nodes"].startswith("1 node x 2 CPU ranks = 2 ranks, fsdp2, each layer split over 2 ranks")
+    assert facts["batch"].startswith("1 row x 3 accumulated x 1 group = 3 rows")
+    assert "no formulas yet for parallel.tensor" in facts["forecast"]
+
+
 def test_findings_are_shown_with_their_lines_as_text_and_in_the_notebook(recipe, local):
     assert plan(recipe, local).findings == ()  # without Slurm there is no queue that needs a time limit
     shown = plan(recipe, dataclasses.replace(local, slurm=dataclasses.replace(local.slurm, partition="gpu")))

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from kit.checkpoints.inspect import inspect
 from kit.checkpoints.saved_by import SavedBy
 from kit.deploy.model import export_model
+from kit.errors import InputError
 from tests import shared
 from tests.train import forked
 from tests.train.strategies import base_model
@@ -74,3 +75,9 @@ def test_split_layers_train_as_one_rank_does_and_resume_exactly(recipe, tiny, lo
     (run.path / "state" / "result.json").unlink()
     assert "resuming from checkpoint-3" in forked.train(run)
     assert history(run) == first
+
+
+def test_a_run_that_trains_adapters_has_no_model_to_export(recipe, local, tmp_path):
+    run = forked.freeze(recipe, local)
+    with pytest.raises(InputError, match="trains an adapter: kit adapter export"):
+        export_model(run.path, tmp_path / "model")
