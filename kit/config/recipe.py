@@ -130,7 +130,7 @@ class Parallel:
                 )
         if self.expert > 1 and self.expert % self.tensor:
             raise ValueError(
-                f"expert is {self.expert}, which is no multiple of tensor {self.tensor}: experts are split over whole "
+                f"expert is {self.expert}, which is no multiple of tensor {self.tensor}: experts are split over all "
                 "groups of the ranks that split a layer."
             )
         return self

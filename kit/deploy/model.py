@@ -40,13 +40,13 @@ class ExportedModel(Result):
 def export_model(source: Path, out: Path, dtype: str = "", progress: bool = False) -> ExportedModel:
     """Write a new model folder from a run's newest complete checkpoint, or from a checkpoint-N folder of a run.
 
-    dtype: of the weights; empty: the recipe's model.dtype. The whole model is in the memory of this process meanwhile.
+    dtype: of the weights; empty: the recipe's model.dtype. This process holds all of it in memory meanwhile.
     Raises InputError where the run is no full fine-tune, and KitError, and leaves nothing, where a tensor is missing or
     holds NaN or infinity.
     """
     run = Run(source if (source / "run.json").is_file() else source.resolve().parent.parent)
     if run.recipe.tuning.method != "full":
-        raise InputError(f"{run.path} trains an adapter: kit adapter export, and kit adapter merge for a whole model.")
+        raise InputError(f"{run.path} trains an adapter: see kit adapter export and kit adapter merge.")
     checkpoint = newest_complete(run) if run.path == source else source
     with models.use_hf_home(run.cluster.paths.hf_home):
         base = Path(models.source(run.recipe.model.name))

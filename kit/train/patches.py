@@ -254,7 +254,7 @@ def sum_gradients_of_one_pass() -> None:
 
 
 class SummedEachPass(TensorParallelLayer):  # type: ignore[misc]
-    """A style of transformers' plans: a weight that is whole on each rank, and used there for some heads alone."""
+    """A style of transformers' plans: a weight of which each rank has a copy, and uses it for some heads alone."""
 
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
         """Have the gradient of each backward pass summed over the mesh. Returns the module."""

@@ -69,7 +69,7 @@ class SplitSaves:
         args.save_strategy = strategy
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Nothing: a checkpoint has the weights of its shards alone, and no rank holds the whole model."""
+        """Nothing: a checkpoint has the weights of its shards alone, and no rank holds the model."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
