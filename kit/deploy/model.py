@@ -73,6 +73,8 @@ def _filled(base: Path, weights: Weights, checkpoint: Path, dtype: str, progress
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config, kind = AutoConfig.from_pretrained(base), getattr(torch, dtype)
+    if (checkpoint / "config.json").is_file():  # of ranks that each had the model: it is in Hugging Face's format
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=kind)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=kind)
     model.tie_weights()
