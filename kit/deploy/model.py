@@ -44,10 +44,11 @@ def export_model(source: Path, out: Path, dtype: str = "", progress: bool = Fals
     Raises InputError where the run is no full fine-tune, and KitError, and leaves nothing, where a tensor is missing or
     holds NaN or infinity.
     """
-    run = Run(source if (source / "run.json").is_file() else source.resolve().parent.parent)
+    is_run = (source / "run.json").is_file()
+    run = Run(source if is_run else source.resolve().parent.parent)
     if run.recipe.tuning.method != "full":
         raise InputError(f"{run.path} trains an adapter: see kit adapter export and kit adapter merge.")
-    checkpoint = newest_complete(run) if run.path == source else source
+    checkpoint = newest_complete(run) if is_run else source
     with models.use_hf_home(run.cluster.paths.hf_home):
         base = Path(models.source(run.recipe.model.name))
     weights = read_headers(checkpoint)
@@ -74,7 +75,9 @@ def _filled(base: Path, weights: Weights, checkpoint: Path, dtype: str, progress
 
     config, kind = AutoConfig.from_pretrained(base), getattr(torch, dtype)
     if (checkpoint / "config.json").is_file():  # of ranks that each had the model: it is in Hugging Face's format
-        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=kind)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=kind)
+        _check_finite(model.state_dict().items(), checkpoint)
+        return model
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=kind)
     model.tie_weights()
@@ -87,8 +90,7 @@ def _filled(base: Path, weights: Weights, checkpoint: Path, dtype: str, progress
         sum(weights.tensors[key].bytes for key in names), "export", "B", progress, unit_scale=True
     ) as bar:
         for key, tensor in read_tensors(weights, names):
-            for problem in check_values([(key, tensor)]):
-                raise KitError(f"{checkpoint}: {problem} Export an earlier checkpoint.")
+            _check_finite([(key, tensor)], checkpoint)
             values[names[key]] = tensor.to(kind)
             bar.update(tensor.nbytes)
     missing = model.load_state_dict(values, strict=False, assign=True).missing_keys
@@ -96,3 +98,8 @@ def _filled(base: Path, weights: Weights, checkpoint: Path, dtype: str, progress
     if lost := [name for name in missing if model.state_dict()[name].is_meta]:
         raise KitError(f"{checkpoint} lacks {len(lost)} tensors of the model, such as {lost[0]}: export another one.")
     return model
+
+
+def _check_finite(tensors: Iterable[tuple[str, Any]], checkpoint: Path) -> None:
+    for problem in check_values(tensors):
+        raise KitError(f"{checkpoint}: {problem} Export an earlier checkpoint.")

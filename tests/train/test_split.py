@@ -79,5 +79,5 @@ def test_split_layers_train_as_one_rank_does_and_resume_exactly(recipe, tiny, lo
 
 def test_a_run_that_trains_adapters_has_no_model_to_export(recipe, local, tmp_path):
     run = forked.freeze(recipe, local)
-    with pytest.raises(InputError, match="trains an adapter: kit adapter export"):
+    with pytest.raises(InputError, match="trains an adapter: see kit adapter export"):
         export_model(run.path, tmp_path / "model")
