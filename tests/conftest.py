@@ -57,7 +57,7 @@ SLURMS = {
     "resume": ("tests/slurm/test_resume.py",),
     "signals": ("tests/lint/test_signals.py",),
     "notebook": ("tests/notebook/",),
-    "jobs": ("tests/deploy/", "tests/slurm/test_deepspeed.py", "tests/slurm/test_prepare.py",
+    "jobs": ("tests/deploy/", "tests/slurm/test_prepare.py", "tests/slurm/test_strategies.py",
              "tests/test_start_lab.py"),
 }  # fmt: skip
 # The groups that take more than half a minute, the longest first; but `signals`, which only waits, is one of the first
