@@ -12,11 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from kit import files
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.errors import InputError
-from kit.slurm.states import Phase, PhaseRecord, Witness
+from kit.slurm.states import Phase, PhaseRecord, StepReport, Witness
 
 LOCAL_PREFIX = "local-"  # job ids of the local runner
 # The values of run.json that decisions depend on; each may be null or absent but for job_id, which may be null.
@@ -24,6 +26,9 @@ LOCAL_PREFIX = "local-"  # job ids of the local runner
 # Slurm's number, or a task of an array as a sweep has it; the local runner's number.
 JOB_ID = re.compile(rf"[1-9]\d{{0,9}}(_\d{{1,9}})?|{LOCAL_PREFIX}\d{{1,9}}", re.ASCII)
 INFO_TYPES: dict[str, Any] = {"job_id": str, "submitted": int | float, "tasks": list, "script": str, "log": str}
+
+
+_STEP_REPORT = TypeAdapter(StepReport)
 
 
 class ScriptFile(NamedTuple):
@@ -44,7 +49,7 @@ class StateFolder:
         self.stop = path / "stop"  # written to ask training to save and stop at the next step
         self.saved = path / "saved"  # by training that was asked to stop: the name of the checkpoint that it saved
         self.result = path / "result.json"  # by training that came to its last step
-        self.progress = path / "progress.json"  # step, loss and time of the newest log line of training
+        self.progress = path / "progress.json"  # a StepReport of the newest log line of training
         self.phase = path / "phase.json"  # a PhaseRecord: what training does now
         self.runner = path / "local.json"  # process id and creation time of the local runner
         self.local_requeue = path / "requeue"  # by the local runner's stand-in for `scontrol requeue`
@@ -63,6 +68,12 @@ class StateFolder:
         with contextlib.suppress(OSError, InputError, ValueError, KeyError, TypeError):
             value = files.read_json(self.phase)
             return PhaseRecord(Phase(value["phase"]), float(value["since"]), bool(value.get("compiles")))
+        return None
+
+    def read_report(self) -> StepReport | None:
+        """What training has said of its newest step; None where it has not, or not in the right shape."""
+        with contextlib.suppress(OSError, InputError, ValidationError):
+            return _STEP_REPORT.validate_python(files.read_json(self.progress))
         return None
 
     def heartbeats(self) -> Iterator[tuple[Path, int | None]]:

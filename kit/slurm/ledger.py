@@ -8,7 +8,16 @@ from typing import Any
 
 from kit.slurm.folder import RunFolder, ScriptFile
 from kit.slurm.logs import read_end
-from kit.slurm.states import HeartbeatRecord, Record, SubmitRecord, parse_line, parse_record
+from kit.slurm.states import (
+    HeartbeatRecord,
+    Phase,
+    ProgressRecord,
+    Record,
+    SubmitRecord,
+    Witness,
+    parse_line,
+    parse_record,
+)
 
 CLOCK_SKEW = 60  # seconds by which the clocks of nodes may differ
 MOST_FILE_BYTES = 2**16  # of a start or exit file; the kit's own have about 200
@@ -27,14 +36,14 @@ def append(run: RunFolder, record: Record) -> None:
 
 
 def read_records(run: RunFolder) -> list[Record]:
-    """The records about the run's present job: of the ledger, then of the script's files, then the heartbeats.
+    """The records about the run's present job: of the ledger, of the script's files, of heartbeats and of training.
 
     Lines of the ledger keep their order, which is true also where the clock of a host that wrote some was wrong. Lines
     and files that are damaged or of another shape are ignored.
     """
     info = run.info
     by_script = sorted((record for _, record in _script_records(run)), key=lambda record: record.restart or 0)
-    found = [*_since_submission(list(_ledger_records(run)), info), *by_script, *_heartbeats(run)]
+    found = [*_since_submission(list(_ledger_records(run)), info), *by_script, *_heartbeats(run), *_progress(run)]
     return [record for record in found if record.job_id == info["job_id"]]
 
 
@@ -104,3 +113,21 @@ def _heartbeats(run: RunFolder) -> Iterator[Record]:
     for path, task in run.state_folder.heartbeats():
         with contextlib.suppress(FileNotFoundError):
             yield HeartbeatRecord(time=path.stat().st_mtime, job_id=run.job_id, task=task)
+
+
+def _progress(run: RunFolder) -> Iterator[Record]:
+    """What training has written since the newest start. The times are those of the file system, as the heartbeat's."""
+    folder = run.state_folder
+    with contextlib.suppress(OSError):
+        starts = (file.path for file in folder.script_files() if file.witness is Witness.START)
+        began = max((path.stat().st_mtime for path in starts), default=0.0)
+        written, phase = folder.phase.stat().st_mtime, folder.read_phase()
+        if phase is None or written < began:
+            return
+        report, next_s, step = folder.read_report(), None, None
+        if report is not None:
+            reported = folder.progress.stat().st_mtime
+            step = report.step if reported >= began else None
+            next_s = report.next_s if phase.phase is Phase.TRAINING else None
+            written = max(written, reported)
+        yield ProgressRecord(time=written, job_id=run.job_id, phase=phase.phase.value, step=step, next_s=next_s)

@@ -17,7 +17,7 @@ from kit.show import Part, Result
 from kit.slurm import logs
 from kit.slurm.folder import LOCAL_PREFIX
 from kit.slurm.signs import Evidence, Sign
-from kit.slurm.states import FINAL_STATES, Confidence, JobState, Record, SlurmRecord, Witness
+from kit.slurm.states import FINAL_STATES, Confidence, JobState, ProgressRecord, Record, SlurmRecord, Witness
 
 LAUNCH_FAILED_SIGNAL = "53"  # slurmd sets it where it cannot open the script's output file
 
@@ -27,7 +27,8 @@ class RunState(Result):
     """The state of a run. `as_dict` is what `kit state --json` prints.
 
     tasks: the state of each array task. provisional: Slurm may start the same job again. pending: why it waits in the
-    queue, and Slurm's estimate of its start.
+    queue, and Slurm's estimate of its start. stalled_s: seconds for which training has not gone on, where it should
+    have; 0 where it goes on, or does something else that may take long.
     """
 
     run: str
@@ -42,6 +43,7 @@ class RunState(Result):
     tasks: dict[int, JobState] = field(default_factory=dict)
     provisional: bool = False
     pending: str = ""
+    stalled_s: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -150,6 +152,8 @@ def resolve(run: str, job_id: str | None, records: Iterable[Record], log: str, n
         return _with_cause(_with_conflicts(verdict, evidence), evidence)
     if verdict.state is JobState.RUNNING and Sign.STALE in signs:
         return replace(verdict, conflicts=[_describe_silence(evidence)])
+    if verdict.state is JobState.RUNNING and Sign.STALLED in signs:
+        return replace(verdict, cause=_describe_stall(evidence), stalled_s=evidence.stalled_s)
     return verdict
 
 
@@ -216,6 +220,17 @@ def _describe_silence(evidence: Evidence) -> str:
     return (
         f"Slurm says RUNNING, but the job's script, which touches {Witness.HEARTBEAT} every 10 s, has not done so for "
         f"{abs(evidence.now - beat.time):.0f} s: look at its node and its log, and cancel it if it is dead"
+    )
+
+
+def _describe_stall(evidence: Evidence) -> str:
+    """That training does not go on, though the job's script lives."""
+    progress = evidence.newest(ProgressRecord)
+    usual = progress.next_s if progress and progress.next_s else 0.0
+    return (
+        f"Training stalls: it has written nothing for {evidence.stalled_s:.0f} s, and before that a line every "
+        f"{usual:.3g} s. A rank may hang: look at `kit tail` and at the processes of its nodes; after `kit cancel`, "
+        "`kit requeue` goes on from the newest checkpoint."
     )
 
 

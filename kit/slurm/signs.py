@@ -15,6 +15,7 @@ from kit.slurm.states import (
     HeartbeatRecord,
     JobState,
     LogRecord,
+    ProgressRecord,
     Record,
     RequeueRecord,
     SacctRecord,
@@ -23,6 +24,8 @@ from kit.slurm.states import (
 )
 
 SILENT_AFTER = 120  # seconds without a heartbeat (one every 10) or log line after which a forgotten job counts as gone
+STALLED_AFTER = 300  # seconds without a word of training, and ...
+STALLED_FACTOR = 10  # ... how many times the usual interval, after which it stalls
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
@@ -40,6 +43,7 @@ class Sign(Flag):
     STARTED = auto()  # the job's script has started
     HEARTBEAT = auto()  # the job's script was alive, or wrote into a log, within SILENT_AFTER seconds
     STALE = auto()  # Slurm says RUNNING, and the script has had a heartbeat, but none within SILENT_AFTER seconds
+    STALLED = auto()  # Slurm says RUNNING, and the script lives, but training has written nothing for long
     EXIT = auto()  # the job's script has ended
     ENDED = auto()  # ... it will not start again, and Slurm cannot say more, since it is gone or silent
     NONZERO = auto()  # ... with an exit code other than 0
@@ -112,6 +116,18 @@ class Evidence:
         pending = self.slurm.state is JobState.PENDING
         return JobState.RUNNING if pending and has_started else self.slurm.state  # it has started since Slurm was asked
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last word of a training that should have logged again long ago; 0 of all others.
+
+        Counted up to the newest heartbeat, so the clock of the machine that asks has no effect.
+        """
+        beat, progress = self.newest(HeartbeatRecord), self.newest(ProgressRecord)
+        if beat is None or progress is None or progress.next_s is None or self.live_state is not JobState.RUNNING:
+            return 0.0
+        silence = beat.time - progress.time
+        return silence if silence > max(STALLED_AFTER, STALLED_FACTOR * progress.next_s) else 0.0
+
     @cached_property
     def kill(self) -> SlurmKill | None:
         """Slurm's line in the log that it ended the job."""
@@ -135,6 +151,7 @@ class Evidence:
             Sign.STARTED: Witness.START in self.latest,
             Sign.HEARTBEAT: alive,
             Sign.STALE: beat is not None and not alive and self.live_state is JobState.RUNNING,
+            Sign.STALLED: self.stalled_s > 0,
             Sign.KILLED: self.kill is not None,
             Sign.OUT_OF_MEMORY: logs.was_oom_killed(self.log),
             Sign.CANCEL: Witness.CANCEL in self.latest,

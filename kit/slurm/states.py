@@ -110,6 +110,7 @@ class Witness(StrEnum):
     REQUEUE = "requeue"  # the user requeued it with the kit
     HEARTBEAT = "heartbeat"  # the file that the job's script touches every 10 s
     LOG = "log"  # the job's log, or that of one of its ranks
+    PROGRESS = "progress"  # what training has written about itself: its phase and its newest step
 
 
 class ScriptEnd(StrEnum):
@@ -195,6 +196,19 @@ class LogRecord(Record, witness=Witness.LOG):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgressRecord(Record, witness=Witness.PROGRESS):
+    """`phase.json` and `progress.json` of the present start; `time` is the later modification time.
+
+    next_s: seconds between two lines of training, as it reported; None where it does not train now, or has not
+    reported.
+    """
+
+    phase: str = ""
+    step: Count | None = None
+    next_s: Seconds | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueueRecord(Record, witness=Witness.QUEUE):
     """Slurm did not answer; `note` has its words."""
 
@@ -254,6 +268,20 @@ class PhaseRecord:
     phase: Phase
     since: float
     compiles: bool = False
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The content of state/progress.json: the newest step that training has logged.
+
+    eta_s: seconds that are left. time: unix time. next_s: seconds between two reports.
+    """
+
+    step: Count
+    max_steps: Count
+    eta_s: Seconds
+    time: Seconds = 0.0
+    next_s: Seconds | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import wandb
 from torch.distributed.checkpoint.api import CheckpointException
 
 from kit.errors import KitError
+from kit.show import count
 from kit.slurm.folder import RunFolder
 from kit.slurm.states import Phase
 from kit.train import patches
@@ -55,10 +56,19 @@ def report(error: BaseException, progress: Progress) -> int:
     if progress.terminated:
         os.kill(os.getpid(), signal.SIGTERM)
     where = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    first_line = str(error).strip().split("\n")[0]
     log = f"logs/rank-{progress.rank:03}.log"
-    print(f"[rank {progress.rank} on {where}] {type(error).__name__}: {first_line} ({log})", file=progress.console)
+    print(f"[rank {progress.rank} on {where}] {_describe(error)} ({log})", file=progress.console)
     return error.exit_code if isinstance(error, KitError) else 1
+
+
+def _describe(error: BaseException) -> str:
+    """The type and the first line of an error; of a save or load that failed on ranks, of the first of these."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        return f"{_describe(cause)}, on {count(len(error.failures), 'rank')} in a save or load of a checkpoint"
+    first_line = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
 
 
 if __name__ == "__main__":

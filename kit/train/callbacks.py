@@ -5,6 +5,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,7 @@ from kit import files
 from kit.checkpoints.inspect import TRAINER_STATE
 from kit.show import format_duration
 from kit.slurm.folder import RunFolder
-from kit.slurm.states import Phase
+from kit.slurm.states import Phase, StepReport
 from kit.train import patches
 from kit.train.pace import Wait, Waits
 from kit.watch.metrics import Metrics
@@ -178,13 +179,13 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         left = pace * (state.max_steps - state.global_step)
         self.say(f"{at}  loss {loss:.4f}  {pace:.2f} s/step on average  {format_duration(left)} left")
         if self.rank == 0:
-            facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_s": left, "time": time.time()}
-            self._write_progress(facts)
+            next_s = pace * state.logging_steps
+            self._write_progress(StepReport(state.global_step, state.max_steps, left, time.time(), next_s))
 
-    def _write_progress(self, facts: Mapping[str, Any]) -> None:
+    def _write_progress(self, report: StepReport) -> None:
         """Nothing but displays reads this file, so training goes on where it cannot be written; that is said once."""
         try:
-            files.write_json(self.state_folder.progress, facts)
+            files.write_json(self.state_folder.progress, asdict(report))
             self.progress_is_written = True
         except OSError as error:
             if self.progress_is_written:

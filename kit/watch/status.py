@@ -11,6 +11,7 @@ from typing import Any
 from kit import files
 from kit.errors import InputError, KitError
 from kit.forecast.timing import predict
+from kit.slurm.folder import StateFolder
 from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
 from kit.slurm.states import JobState, Phase, PhaseRecord
@@ -230,11 +231,10 @@ class RunStatus:
     def _progress(self) -> Progress:
         """From the job's own report, else at its pace so far, else as forecast."""
         step = int(self.metrics.last(self.metrics.step_name) or 0)
-        path = self.folder / "state" / "progress.json" if self.folder else None
-        if path and path.is_file():
-            report = files.read_json(path)
-            age = time.time() - path.stat().st_mtime
-            return Progress(max(step, report["step"]), report["max_steps"], report["eta_s"] - age)
+        folder = StateFolder(self.folder / "state") if self.folder else None
+        if folder and (report := folder.read_report()):
+            age = time.time() - folder.progress.stat().st_mtime
+            return Progress(max(step, report.step), report.max_steps, report.eta_s - age)
         planned = self.metrics.config.get("max_steps")  # as the Trainer of transformers reports it to W&B
         steps = planned if isinstance(planned, int) and planned > 0 else self.forecast.steps
         step_s = self.forecast.step_s

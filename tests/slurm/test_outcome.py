@@ -138,6 +138,18 @@ def test_a_job_without_a_heartbeat_that_slurm_has_as_running_is_doubtful():
         assert (found.confidence, found.conflicts) == ("high", [])
 
 
+def test_a_training_that_writes_nothing_while_its_script_lives_stalls():
+    job, wrote = [said("RUNNING"), start(), BEAT | {"time": 1000}], {"source": "progress", "time": 500, "step": 5}
+    found = resolve("r", "7", [*job, wrote | {"next_s": 2.0}], "", 1010)
+    assert (found.state, found.stalled_s, found.ended) == ("RUNNING", 500, False)
+    assert "written nothing for 500 s, and before that a line every 2 s" in found.cause
+    slow, silent = wrote | {"next_s": 60.0}, wrote | {"phase": "saving"}  # it may take long
+    for known in (slow, silent):
+        assert resolve("r", "7", [*job, known], "", 1010).stalled_s == 0
+    ended = [start(), left(3), GONE, BEAT | {"time": 1000}, wrote | {"next_s": 2.0}]
+    assert resolve("r", "7", ended, "", 2000).stalled_s == 0
+
+
 def test_the_answer_about_a_local_job_is_not_called_slurms():
     record = [start(), said("RUNNING")]
     assert any(line.startswith("slurm: ") for line in resolve("run", "7", record, "", 61).evidence)

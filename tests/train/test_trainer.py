@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 import warnings
+from traceback import StackSummary
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerState
 
 from kit.errors import InputError, KitError
@@ -178,7 +180,8 @@ def test_rank_and_device_are_not_fixed_when_the_modules_are_imported(recipe, tmp
 
 def test_progress_is_logged_by_rank_0_alone_in_lines_and_a_file(recipe, local, tmp_path):
     run, console = Run.create(recipe, local, tmp_path, "digest"), io.StringIO()
-    state, arguments = SimpleNamespace(global_step=2, max_steps=4), SimpleNamespace(output_dir=run.path / "checkpoints")
+    state = SimpleNamespace(global_step=2, max_steps=4, logging_steps=1)
+    arguments = SimpleNamespace(output_dir=run.path / "checkpoints")
     (run.path / "checkpoints" / "checkpoint-2").mkdir(parents=True)
     (run.path / "checkpoints" / "checkpoint-2" / "trainer_state.json").touch()
     for rank in (1, 0):
@@ -208,7 +211,7 @@ def test_progress_that_cannot_be_written_is_reported_once_and_training_goes_on(r
     for step in (1, 2, 3):
         if step == 3:
             run.state_folder.progress.rmdir()
-        progress.on_log(None, SimpleNamespace(global_step=step, max_steps=4), None, {"loss": 1.5})
+        progress.on_log(None, SimpleNamespace(global_step=step, max_steps=4, logging_steps=1), None, {"loss": 1.5})
     assert console.getvalue().count("progress.json cannot be written") == 1
     assert json.loads(run.state_folder.progress.read_text())["step"] == 3
 
@@ -297,11 +300,15 @@ def test_an_error_is_one_line_in_the_jobs_log_and_ends_with_its_own_exit_code(re
     try:
         assert report(InputError("wrong key\nmore"), Progress(run, 3, console)) == 2
         assert report(RuntimeError("boom"), Progress(run, 3, console)) == 1
+        full = {rank: (OSError(28, "No space left on device"), StackSummary()) for rank in (1, 0)}
+        assert report(CheckpointException("", full), Progress(run, 0, console)) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    first, second = console.getvalue().splitlines()
+    first, second, third = console.getvalue().splitlines()
     assert first == "[rank 3 on node7] InputError: wrong key (logs/rank-003.log)"
     assert second == "[rank 3 on node7] RuntimeError: boom (logs/rank-003.log)"
+    words = "OSError: [Errno 28] No space left on device, on 2 ranks in a save or load of a checkpoint"
+    assert third == f"[rank 0 on node7] {words} (logs/rank-000.log)"
 
 
 def test_waits_are_seconds_a_step_and_begin_anew_after_each_row():
