@@ -24,6 +24,9 @@ class KitGroup(TyperGroup):
         except KitError as error:
             warn(f"kit: {error}")
             raise typer.Exit(error.exit_code) from None
+        except PermissionError as error:
+            warn(f"kit: {error.filename}: {error.strerror}. Its owner can open it to you: ls -ld shows who that is.")
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             warn("kit: interrupted")
             raise typer.Exit(130) from None

@@ -220,7 +220,15 @@ def roots() -> list[Path]:
     """Folders that hold runs: ./runs and every other in which this user launched one."""
     path = files.state_home() / "roots"
     known = path.read_text().splitlines() if path.exists() else []
-    return [p for p in dict.fromkeys([Path("runs").absolute(), *map(Path, known)]) if p.is_dir()]
+    return [p for p in dict.fromkeys([Path("runs").absolute(), *map(Path, known)]) if _is_folder(p)]
+
+
+def _is_folder(path: Path) -> bool:
+    """False also where a folder above it is closed to this user."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def find_runs(everyone: bool = False) -> Iterator[Run]:

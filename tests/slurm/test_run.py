@@ -7,19 +7,24 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
 from kit import files
 from kit.checkpoints.inspect import complete
+from kit.cli import main
+from kit.config.cluster import Paths
 from kit.errors import InputError
 from kit.slurm import launch as slurm
 from kit.slurm.run import Run, find_runs
 from kit.slurm.runs import format_tasks, runs
+from kit.slurm.script import render_script
 from kit.slurm.states import JobState, SlurmRecord
 from kit.slurm.submit import submit
 from tests.conftest import add_record, until
@@ -219,6 +224,27 @@ def test_a_local_run_is_cancelled(local):
     assert run.state.state == "CANCELLED" and run.state.ended
 
 
+@pytest.mark.slow
+def test_nothing_of_a_local_run_outlives_its_script_and_its_runner(recipe, local, tmp_path):
+    """As where the kernel kills them for their memory: the loop that writes the heartbeat ends as well."""
+    run = Run.create(recipe, local, tmp_path, "digest")
+    run.note(job_id=None)
+    script = render_script(run)
+    (run.path / "job.sbatch").write_text(script[: script.index("# ---- Training")] + "sleep 300\n")
+    submit(run)
+    wait_for((run.path / "state" / "start.0.json").exists)
+    runner = psutil.Process(json.loads(run.state_folder.runner.read_text())["pid"])
+    (bash,) = runner.children()
+    (heartbeat,) = (child for child in bash.children() if child.name() == "bash")
+    for process in (runner, *(child for child in bash.children() if child != heartbeat), bash):
+        process.kill()
+    psutil.wait_procs([heartbeat], timeout=30)
+    assert not heartbeat.is_running()
+    for sign in (*run.logs(), *(path for path, _ in run.state_folder.heartbeats())):
+        os.utime(sign, (1, 1))  # as if it were minutes later
+    assert (run.state.state, run.state.confidence) == ("LOST", "low")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_a_run_of_another_user_is_not_the_latest_and_is_never_executed_or_cancelled(local, tmp_path):
     own, foreign = (Run.create_for_script("#!/bin/sh\ntouch executed\n", local, name) for name in ("own", "foreign"))
@@ -240,6 +266,31 @@ def test_a_run_of_another_user_is_not_the_latest_and_is_never_executed_or_cancel
     owners = {row["run"]: (row["owner"], row["own"]) for row in runs(everyone=True).as_dict()["runs"]}
     assert owners == {str(own.path): ("root", True), str(foreign.path): (pwd.getpwuid(65534).pw_name, False)}
     assert "owner" in str(runs(everyone=True)) and "owner" not in str(runs())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_run_that_this_user_may_not_read_hides_no_other(local, monkeypatch, capsys):
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are closed to others
+        team = Path(name)
+        team.chmod(0o755)
+        monkeypatch.setenv("XDG_STATE_HOME", str(team / "state"))
+        cluster = dataclasses.replace(local, paths=dataclasses.replace(local.paths, runs=str(team / "runs")))
+        private, shared = (Run.create_for_script("#!/bin/sh\n", cluster, name) for name in ("private", "shared"))
+        (private.path / "run.json").chmod(0o600)
+        closed = team / "closed" / "runs"  # remembered as a folder of runs, and closed since
+        Run.create_for_script("#!/bin/sh\n", dataclasses.replace(local, paths=Paths(runs=str(closed))), "own")
+        closed.parent.chmod(0o700)
+        monkeypatch.chdir(team)
+        os.seteuid(65534)
+        try:
+            assert [run.path for run in find_runs(everyone=True)] == [shared.path]
+            assert main(["state", str(private.path)]) == 1 and "Permission denied" in capsys.readouterr().err
+            assert [row["run"] for row in runs(everyone=True).as_dict()["runs"]] == [str(shared.path)]
+            for ref in ("latest", private.name, "7"):
+                with pytest.raises(InputError, match="No run"):
+                    Run.attach(ref)
+        finally:
+            os.seteuid(0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
