@@ -5,6 +5,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -154,6 +156,34 @@ def unsupported(metadata: Any) -> None:
     tensor.properties = replace(tensor.properties, dtype=torch.quint8)
 
 
+def pickle_of(content: bytes, name: str = ".metadata") -> Callable[[Path], None]:
+    """A checkpoint whose pickle is this one: of DCP, or of an archive of torch.save."""
+
+    def build(folder: Path) -> None:
+        if name == ".metadata":
+            (folder / name).write_bytes(content)
+            return
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", "3\n")
+
+    return build
+
+
+HUGE = struct.pack("<Q", 64 << 30)
+LIST = b"]q%c(" + b"h%c" * 10 + b"e"  # ten times the list before
+PICKLES = {  # a few bytes that ask for more memory than there is
+    "bytes of 64 GiB": b"\x80\x04\x8e" + HUGE + b".",
+    "text of 64 GiB": b"\x80\x04\x8d" + HUGE + b".",
+    "a frame of 64 GiB": b"\x80\x04\x95" + HUGE + b"N.",
+    "a number of 2 GiB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "a memo of 2^29 places": b"\x80\x02]r\x00\x00\x00\x20.",
+    "a memo of 2^29 places in digits": b"(lp536870912\n.",
+    "10^60 elements": b"\x80\x02]q\x00" + b"".join(LIST % (n + 1, *[n] * 10) for n in range(60)) + b".",
+}
+MOST_MIB = 200  # that such a pickle may take
+
+
 DAMAGED, MISSING = ProblemKind.DAMAGED_FILE, ProblemKind.MISSING_TENSOR
 CASES: dict[str, tuple[Callable[[Path], None], ProblemKind]] = {
     "shape larger than the bytes": (header_of(shape=[1_000_000_000]), DAMAGED),
@@ -236,6 +266,27 @@ def test_no_adapter_is_exported_from_damaged_weights(tmp_path, capsys, name):
     assert main(["adapter", "export", str(tmp_path), str(tmp_path / "out")]) == 1
     assert "cannot be exported" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+MEASURED = """
+import resource, sys
+from kit.checkpoints.inspect import inspect
+inspect(sys.argv[1])  # the imports
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for folder in sys.argv[2:]:
+    assert inspect(folder, values=True).problems, folder
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("name", [".metadata", "pytorch_model.bin"])
+def test_a_pickle_takes_no_more_memory_than_its_file_allows(tmp_path, name):
+    folders = [tmp_path / str(number) for number in range(len(PICKLES) + 1)]
+    for folder, content in zip(folders, [pickle.dumps({}), *PICKLES.values()], strict=True):
+        folder.mkdir()
+        pickle_of(content, name)(folder)
+    done = subprocess.run([sys.executable, "-c", MEASURED, *folders], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < MOST_MIB
 
 
 @pytest.mark.parametrize("where", [0.5, 0.05])

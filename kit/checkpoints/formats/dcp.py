@@ -3,8 +3,10 @@
 The format is read in torch/distributed/checkpoint/filesystem.py and metadata.py (torch 2.13).
 """
 
+import io
 import math
 import pickle
+import pickletools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -194,10 +196,11 @@ def read_metadata(folder: Path) -> Any:
         message = f"{path} has {path.stat().st_size} bytes; metadata of a checkpoint has at most {METADATA_LIMIT}."
         raise DamageError(ProblemKind.DAMAGED_FILE, message)
     try:
-        with path.open("rb") as stream:
-            found = _Unpickler(stream).load()
-            found.storage_data.items()
-            return found
+        content = path.read_bytes()
+        _check_memo(content)
+        found = _Unpickler(io.BytesIO(content)).load()
+        found.storage_data.items()
+        return found
     except PermissionError:
         raise
     except _UnsupportedDtypeError as error:
@@ -206,6 +209,16 @@ def read_metadata(folder: Path) -> Any:
     except Exception as error:  # a truncated or foreign pickle fails in many ways
         message = f"{path} is damaged or not the metadata of a checkpoint ({error})."
         raise DamageError(ProblemKind.DAMAGED_FILE, message) from None
+
+
+def _check_memo(content: bytes) -> None:
+    """Raises UnpicklingError where an index of the memo is larger than the pickle, which has less than that to store.
+
+    The unpickler makes its memo as long as the largest index asks for: seven bytes would take 34 GB.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name.endswith("PUT") and (argument or 0) > len(content):
+            raise pickle.UnpicklingError(f"its memo has no place {argument}")
 
 
 def pieces(weights: Weights) -> dict[str, list[Piece]]:
