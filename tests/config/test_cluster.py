@@ -26,6 +26,7 @@ def test_every_shipped_cluster_loads_and_survives_a_round_trip(path, tmp_path):
         ('[slurm]\ntime = "2 days"\n', ["slurm.time", "'2 days'", "time limit", "48:00:00"]),
         ('[slurm]\npartition = "gpu\\ntouch x"\n', ["slurm.partition", "one line"]),
         ('[slurm]\naccount = "a\\rb"\n', ["slurm.account", "one line"]),
+        ('[slurm]\ngres = "gpu:1\\ntouch x"\n', ["slurm.gres", "one line"]),
         ('[slurm]\noptions = ["--qos=a\\ntouch x"]\n', ["slurm.options", "one line"]),
         ('[slurm]\ntime = "90\\n"\n', ["slurm.time", "one line"]),
         ('[paths]\nruns = "a\\nb"\n', ["paths.runs", "one line"]),

@@ -35,3 +35,8 @@ def test_a_job_that_slurm_has_not_looked_at_is_explained():
     assert _explain(waiting("None")) == (
         "pending, reason None: Slurm has not looked at it yet; estimated start not known yet"
     )
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "JobHeldUser"])
+def test_a_job_that_slurm_holds_says_how_it_goes_on(reason):
+    assert f"reason {reason}: " in _explain(waiting(reason)) and "`scontrol release` it" in _explain(waiting(reason))

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from kit.cli import main
 from kit.watch import terminal
 from kit.watch.board import watch
 from kit.watch.braille import text_chart
 from kit.watch.charts import DrawnLine, Line
 from tests.conftest import until
 from tests.watch.test_board import cut_exit_record, line, log, steps
+from tests.watch.test_damaged_logs import record, row, write_log
 
 
 def gpus(folder, nodes=("a", "b")):
@@ -176,3 +178,11 @@ def test_once_prints_every_gpu_of_every_node(tmp_path):
         "60",
     ]
     assert sum(" GPU " in row for row in out.splitlines()) == 16
+
+
+def test_once_reads_to_the_end_behind_a_record_that_is_longer_than_one_look(tmp_path, capsys):
+    first, last = (row({b"train/global_step": step, b"train/loss": b"2.0"}) for step in (b"1", b"9"))
+    write_log(tmp_path / "run-x.wandb", first, record(99, bytes(5_000_000)), last)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "step 9" in said and "still to read" not in said
