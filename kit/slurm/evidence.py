@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,18 @@ SACCT_PATIENCE = 600  # seconds after Slurm forgot a job in which sacct may stil
 TASK_WAITS = 2**32 - 2  # NO_VAL: the number in the log's name of array tasks that have not started
 
 
+@dataclass(frozen=True)
+class News:
+    """What `collect` found. silence: Slurm's words where it does not answer.
+
+    unwritten: records that no ledger could take, for the reason `unwritable`: a full disk, or another user's run.
+    """
+
+    silence: str = ""
+    unwritable: str = ""
+    unwritten: tuple[Record, ...] = ()
+
+
 def state_of(run: RunFolder) -> RunState:
     """The state of the run now, of an array that of all its tasks together."""
     tasks = task_states(run)
@@ -46,18 +58,21 @@ def state_of(run: RunFolder) -> RunState:
 
 def task_states(run: RunFolder) -> dict[int | None, RunState]:
     """The state of each array task by index; of a plain job under None."""
-    trouble = collect([run])
+    news = collect([run])
     records, job, now = ledger.read_records(run), run.job_id, time.time()
     if job is None:
         return {None: _without_job(run)}
-    if trouble:
-        records.append(QueueRecord(time=now, job_id=job, note=trouble))
+    records += [record for record in news.unwritten if record.job_id == job]
+    if news.silence:
+        note = f"Slurm does not answer, and is asked again soon: {news.silence}"
+        records.append(QueueRecord(time=now, job_id=job, note=note))
     found: dict[int | None, RunState] = {}
     task_logs = run.task_logs
     for task, own in ledger.by_task(records, task_logs).items():
         log = logs.last_lines(task_logs[task], LOG_LINES, _log_start(own)) if task_logs[task].is_file() else ""
         written = _log_record(run.logs() if task is None else [task_logs[task]])
-        found[task] = outcome.resolve(run.name, job, [*own, *written], log, now)
+        state = outcome.resolve(run.name, job, [*own, *written], log, now)
+        found[task] = replace(state, evidence=[*state.evidence, news.unwritable]) if news.unwritable else state
     return found
 
 
@@ -93,21 +108,16 @@ def _without_job(run: RunFolder) -> RunState:
     return replace(state, state=JobState.SUBMITTING, confidence=Confidence.LOW, evidence=evidence)
 
 
-def collect(runs: Iterable[RunFolder]) -> str:
-    """Write what Slurm, or the local runner, says of each run now into its ledger; only what is new.
-
-    Returns why it could not: Slurm's words where it does not answer, a ledger that cannot be written.
-    """
+def collect(runs: Iterable[RunFolder]) -> News:
+    """Write what Slurm, or the local runner, says of each run now into its ledger; only what is new."""
     open_jobs = [job for run in runs for job in _jobs(run) if job.open]
     in_slurm = [job for job in open_jobs if not job.is_local]
     queue = client.queue(max(job.last_event for job in in_slurm)) if in_slurm else Queue()
-    try:
-        for job in open_jobs:
-            _write_news(job, _ask(job, queue))
-        _ask_sacct([job for job in in_slurm if job.gone], queue)
-    except OSError as error:
-        return f"the ledger cannot be written: {error.strerror}"
-    return f"Slurm does not answer, and is asked again soon: {queue.trouble}" if queue.trouble else ""
+    for job in open_jobs:
+        _write_news(job, _ask(job, queue))
+    _ask_sacct([job for job in in_slurm if job.gone], queue)
+    unwritten = tuple(record for job in open_jobs for record in job.unwritten)
+    return News(queue.trouble, next((job.unwritable for job in open_jobs if job.unwritable), ""), unwritten)
 
 
 def is_settled(run: RunFolder) -> bool:
@@ -144,13 +154,18 @@ def _log_pattern(record: str) -> Path | None:
 
 @dataclass
 class _Job:
-    """A job or an array task, and what is recorded of it. gone: Slurm does not know it any more."""
+    """A job or an array task, and what is recorded of it. gone: Slurm does not know it any more.
+
+    unwritten: new records that the ledger could not take, for the reason `unwritable`.
+    """
 
     run: RunFolder
     info: dict[str, Any]
     task: int | None
     records: list[Record]
     gone: bool = False
+    unwritten: list[Record] = field(default_factory=list)
+    unwritable: str = ""
 
     @property
     def id(self) -> str:
@@ -201,8 +216,13 @@ class _Job:
         return word.state.may_restart and word.requeue is not False and not word.again
 
     def append(self, record: Record) -> None:
-        """Write a record about this job into the ledger."""
-        ledger.append(self.run, replace(record, job_id=self.info["job_id"], task=self.task))
+        """Write a record about this job into the ledger, or keep it in `unwritten`."""
+        record = replace(record, job_id=self.info["job_id"], task=self.task)
+        try:
+            ledger.append(self.run, record)
+        except OSError as error:
+            self.unwritten.append(record)
+            self.unwritable = f"what Slurm says cannot be written into the ledger: {error.strerror}"
 
 
 def _jobs(run: RunFolder) -> Iterator[_Job]:

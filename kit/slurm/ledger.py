@@ -1,6 +1,7 @@
 """The ledger of a run: append records, and read the records of all witnesses about the run's present job."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,12 +26,20 @@ MOST_LEDGER_BYTES = 2**25  # that are read of the end of the ledger; a run of a 
 
 
 def append(run: RunFolder, record: Record) -> None:
-    """Append a record to the ledger: one line, one write, so that lines of two processes do not mix."""
+    """Append a record to the ledger: one line, one write, so that lines of two processes do not mix.
+
+    Raises OSError where it cannot be written. A full disk may have taken the beginning of a line, which then ends where
+    the next one begins.
+    """
     folder = run.state_folder
     folder.path.mkdir(0o755, exist_ok=True)
-    handle = os.open(folder.ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    handle = os.open(folder.ledger, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        os.write(handle, record.as_line().encode())
+        line, size = record.as_line().encode(), os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.ledger))
     finally:
         os.close(handle)
 

@@ -112,9 +112,11 @@ class Run(RunFolder, Result):
             raise InputError(f"{self.name} is {state.state}: there is nothing to cancel.")
         if not self.is_local:
             self._run_command(task, "scancel")
-        self._record(CancelRecord, task)
-        if self.is_local:
-            local.stop(self)
+        try:
+            self._record(CancelRecord, task)
+        finally:  # also where the disk is full
+            if self.is_local:
+                local.stop(self)
 
     def requeue(self, task: int | None = None) -> None:
         """Start the run again from its last checkpoint: as the same job while Slurm remembers it, else as a new one.
@@ -161,7 +163,13 @@ class Run(RunFolder, Result):
             raise KitError(f"{' '.join(words)} {job}: {done.stderr.strip() or 'failed'}")
 
     def _record(self, kind: type[Record], task: int | None, restart: int | None = None) -> None:
-        ledger.append(self, kind(time=time.time(), job_id=self.job_id, task=task, restart=restart))
+        try:
+            ledger.append(self, kind(time=time.time(), job_id=self.job_id, task=task, restart=restart))
+        except OSError as error:
+            raise KitError(
+                f"It is done, but {self.state_folder.ledger} cannot be written ({error.strerror}), so the state of job "
+                f"{self.job_id} may be an older one. Free space there."
+            ) from None
 
     def tail(self, ranks: Collection[int] | None = None, lines: int = 20) -> LogTail:
         """The last lines of the job's log and of every rank's, or of these ranks', as they are now."""

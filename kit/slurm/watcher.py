@@ -77,11 +77,10 @@ def _update(path: Path, watched_s: float) -> bool:
     """Record the news of one run, watched for so many seconds. Returns whether it is still to be watched."""
     try:
         run = RunFolder(path)
-        if run.job_id is None:
-            evidence.collect([run])  # finds the job by its script
+        news = evidence.collect([run])  # also finds a job by its script
         if run.job_id is None:
             return watched_s < UNHEARD_AFTER
-        return not evidence.state_of(run).ended
+        return bool(news.unwritten) or not evidence.state_of(run).ended
     except KitError:  # run.json is absent or damaged, and is written in one step
         return False
     except OSError:  # such as a full disk, or a file system that does not answer now

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import subprocess
 import time
 from types import SimpleNamespace
@@ -172,9 +173,35 @@ def test_an_answer_older_than_a_requeue_is_ignored(run, monkeypatch, tmp_path):
     stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|768|0|1|None|N/A|node1|job.sbatch")
     assert run.state.state == "FAILED"  # from now on this answer is shared for some seconds
     add_record(run, RequeueRecord, time=time.time() + 1)
-    assert evidence.collect([run]) == ""
+    assert evidence.collect([run]) == evidence.News()
     kinds = [record for record in read_records(run) if isinstance(record, SlurmRecord | RequeueRecord)]
     assert isinstance(kinds[-1], RequeueRecord)
+
+
+def test_what_slurm_says_counts_where_the_ledger_cannot_be_written(run, monkeypatch, tmp_path):
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, "7|FAILED|1024|0|1|NonZeroExitCode|N/A|node1|job.sbatch")
+    (run.state_folder.path / "exit.0.json").unlink()
+    run.state_folder.ledger.unlink()
+    run.state_folder.ledger.mkdir()
+    assert (run.state.state, run.state.exit_code, run.state.confidence) == ("FAILED", 4, "high")
+    assert any("cannot be written into the ledger" in line for line in run.state.evidence)
+    assert watcher._update(run.path, 0) is True  # goes on until it is written
+    run.state_folder.ledger.rmdir()
+    assert watcher._update(run.path, 0) is False
+    assert [record.exit_code for record in read_records(run) if isinstance(record, SlurmRecord)] == [4]
+
+
+def test_a_line_that_a_full_disk_has_cut_is_an_error_and_hides_no_later_line(run):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (run.state_folder.ledger.stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            add_record(run, RequeueRecord)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not run.state_folder.ledger.read_text().endswith("\n")
+    add_record(run, SlurmRecord, state=JobState.FAILED, exit_code=6)
+    assert [record.exit_code for record in read_records(run) if isinstance(record, SlurmRecord)] == [6]
 
 
 def test_a_damaged_run_does_not_stop_the_watcher_and_is_removed_from_its_list(run, local, monkeypatch, tmp_path):

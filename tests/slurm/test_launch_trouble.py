@@ -20,7 +20,9 @@ from kit.errors import InputError, KitError, SubmitError
 from kit.notebook.execute import execute
 from kit.slurm import client
 from kit.slurm import launch as slurm
+from kit.slurm.ledger import read_records
 from kit.slurm.run import Run
+from kit.slurm.states import SlurmRecord
 from kit.slurm.submit import submit
 from tests.conftest import REPOSITORY, until
 
@@ -295,17 +297,16 @@ def test_the_final_state_is_known_when_the_folder_is_full_or_read_only(launch, c
             (small / "filler").write_bytes(bytes(2**20))
     else:
         say("mount", "-o", "remount,ro", str(small))
-    told = []
-    until(lambda: told.append(run.state) or "cannot be written" in str(told[-1].evidence), 30)
-    assert told[-1].state in ("RUNNING", "COMPLETING", "LOST"), str(told[-1])
+    end = run.wait(60)
+    assert (end.state, end.exit_code) == ("FAILED", 5) and "cannot be written" in str(end.evidence), str(end)
     with pytest.raises(InputError, match=r"No run folder can be made in .*: (No space left|Read-only file system)"):
         slurm.launch_script("#!/bin/bash\n", there, "another")
     if trouble == "full":
         (small / "filler").unlink()
     else:
         say("mount", "-o", "remount,rw", str(small))
-    end = run.wait(30)
-    assert (end.state, end.exit_code) == ("FAILED", 5), str(end)
+    until(lambda: any(isinstance(one, SlurmRecord) and one.exit_code == 5 for one in read_records(run)), 30)
+    assert (run.state.state, run.state.exit_code) == ("FAILED", 5)
 
 
 def test_a_moved_run_is_found_and_a_partly_deleted_one_has_a_state(launch, tmp_path):

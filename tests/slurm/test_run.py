@@ -20,8 +20,9 @@ from kit import files
 from kit.checkpoints.inspect import complete
 from kit.cli import main
 from kit.config.cluster import Paths
-from kit.errors import InputError
+from kit.errors import InputError, KitError
 from kit.slurm import launch as slurm
+from kit.slurm.local import is_running
 from kit.slurm.run import Run, find_runs
 from kit.slurm.runs import format_tasks, runs
 from kit.slurm.script import render_script
@@ -162,7 +163,7 @@ def test_a_run_and_its_state_show_themselves(recipe, local, tmp_path):
     assert str(state) == f"{run.name}: NOT SUBMITTED (confidence high)\n  run.json has no job id"
     assert set(state.as_dict()) == {
         "run", "job_id", "state", "exit_code", "signal", "cause", "confidence", "evidence", "conflicts", "tasks",
-        "provisional", "pending",
+        "provisional", "pending", "stalled_s",
     }  # fmt: skip
     assert json.loads(json.dumps(state.as_dict()))["state"] == "NOT SUBMITTED"
     assert "NOT SUBMITTED" in state._repr_mimebundle_()["text/html"]
@@ -222,6 +223,15 @@ def test_a_local_run_is_cancelled(local):
     run = slurm.launch_script("#!/bin/bash\nsleep 100\n", local, "own")
     run.cancel()
     assert run.state.state == "CANCELLED" and run.state.ended
+
+
+def test_a_run_is_cancelled_also_where_that_cannot_be_recorded(local):
+    run = slurm.launch_script("#!/bin/bash\nsleep 100\n", local, "own")
+    run.state_folder.ledger.unlink(missing_ok=True)
+    run.state_folder.ledger.mkdir()
+    with pytest.raises(KitError, match=r"ledger.jsonl cannot be written \(Is a directory\)"):
+        run.cancel()
+    assert not is_running(run)
 
 
 @pytest.mark.slow
