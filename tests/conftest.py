@@ -111,12 +111,12 @@ def pytest_xdist_make_scheduler(config, log):
     return GroupScheduling(config, log)
 
 
-def until(found, seconds=60):
-    """What `found` returns once that is true; fails when it has not been after so many seconds."""
+def until(found, seconds=60, pause=0.2):
+    """What `found` returns once that is true; fails when it has not been after so many seconds. Looks every `pause`."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
+        time.sleep(pause)
     return value
 
 

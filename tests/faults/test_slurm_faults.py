@@ -1,7 +1,7 @@
 """Faults on a live Slurm: no state is false, and no job is lost or doubled. Prints tried, held and failed.
 
-Other tests play lost answers, kills during a launch, an absent controller, a lost node, time limits, full disks, moved
-and damaged folders, and runs of other users.
+test_training_faults.py plays faults of a training. Other tests play lost answers, kills during a launch, an absent
+controller, a lost node, time limits, full disks, moved and damaged folders, and runs of other users.
 """
 
 import dataclasses
@@ -10,38 +10,26 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kit.slurm import launch as slurm
+from kit.slurm import watcher
 from kit.slurm.ledger import read_records
 from kit.slurm.run import Run
+from kit.slurm.states import SlurmRecord
 from tests.conftest import REPOSITORY, until
+from tests.faults.played import Played
+from tests.faults.test_damaged_folders import DAMAGES, ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 SCRIPT = "#!/bin/bash\n#SBATCH --mem=10\n{body}\n"
-TRIED: dict[str, bool] = {}  # whether each fault was held
 STARTED_AT_ONCE = 10
-
-
-@contextmanager
-def fault(name):
-    """Counts a fault: nothing in the block fails where it was held."""
-    TRIED[name] = False
-    yield
-    TRIED[name] = True
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted(request):
-    yield
-    failed = [name for name, held in TRIED.items() if not held]
-    text = f"faults on a live Slurm: {len(TRIED)} tried, {len(TRIED) - len(failed)} held, {len(failed)} failed"
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + ": ".join([text, *failed]))
+played = Played()
+fault = played.fault
+counted = played.print_at_end("faults on a live Slurm")
 
 
 @pytest.fixture
@@ -157,6 +145,7 @@ real = time.time
 time.time = lambda: real() + {ahead}
 from pathlib import Path
 from kit.slurm.run import Run
+from kit.slurm.states import SlurmRecord
 print(Run(Path(sys.argv[1])).state.state)
 """
 
@@ -196,3 +185,23 @@ def test_commands_of_many_processes_at_once_are_all_answered(launch, one_node, t
         lines = run.state_folder.ledger.read_text().splitlines()
         assert all(json.loads(line)["version"] == 1 for line in lines) and read_records(run)
         run.cancel()
+
+
+def test_damaged_runs_beside_a_running_one_change_nothing_for_it(launch, one_node, recipe, tmp_path):
+    with fault("damaged run folders beside a run"):
+        run = started(launch("sleep 100"))
+        damaged = [ended(Run.create(recipe, one_node, tmp_path, "digest")) for _ in DAMAGES]
+        for damage, other in zip(DAMAGES.values(), damaged, strict=True):
+            damage(other)
+        with watcher._watched() as paths:
+            paths[:0] = [str(other.path) for other in damaged]
+        ((code, said),) = in_processes(["-m", "kit.cli"], "runs", "--json", count=1)
+        states = {row["run"]: row["state"] for row in json.loads(said)["runs"]}
+        assert (code, states[str(run.path)]) == (0, "RUNNING"), said
+        subprocess.run(["scancel", run.job_id], check=True)
+        records = until(lambda: (found := slurm_records(run))[-1].state.final and found, 60)  # written by the watcher
+        assert records[-1].state == "CANCELLED"
+
+
+def slurm_records(run):
+    return [record for record in read_records(run) if isinstance(record, SlurmRecord)]
