@@ -76,8 +76,14 @@ def convert(row: Any, source_format: str, name: str, lang: str = "", split: str 
         split,
         _scalar(first_message.get("lang")),
         _tools(row) if keys.TOOL_KEYS[0] in known.reads else (),
-        keys.unused(row, _turns(row), _reads(row, known, messages)),
+        _unused(row, known, messages),
     )
+
+
+def _unused(row: Row, known: "Format", messages: tuple[Message, ...]) -> tuple[str, ...]:
+    """The keys that training does not use, of which most rows have none."""
+    turns = _turns(row)
+    return keys.unused(row, turns, _reads(row, known, messages)) if turns or keys.counted(row) else ()
 
 
 def _reads(row: Row, known: "Format", messages: tuple[Message, ...]) -> set[str]:
@@ -99,7 +105,7 @@ def _check_meaning(row: Row, messages: tuple[Message, ...]) -> None:
     replies = [message for message in messages if message["role"] == "assistant"]
     if not any(message.get("train", True) for message in replies):
         raise Rejected("every reply has weight 0")
-    media = [key for key in (*keys.MEDIA_LISTS, *keys.MEDIA_SINGLE) if not keys.is_empty(row.get(key))]
+    media = [key for key in (*keys.MEDIA_LISTS, *keys.MEDIA_SINGLE) if key in row and not keys.is_empty(row[key])]
     if any(key in keys.MEDIA_LISTS for key in media) or (
         media and any(keys.MEDIA_TOKEN.search(message["content"]) for message in messages)
     ):
@@ -121,6 +127,8 @@ def row_id(row: Any, name: str) -> str:
 
 
 def _scalar(value: Any) -> str:
+    if value is None:  # as most are
+        return ""
     text = str(value) if isinstance(value, str | int) else ""
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be written as UTF-8
 
@@ -242,7 +250,10 @@ def _calls(turn: Row) -> list[Row]:
 
 def _tools(row: Row) -> tuple[Row, ...]:
     """The row's descriptions of functions. Raises Rejected where they are not a list of objects."""
-    tools = _from_json(next((row[key] for key in keys.TOOL_KEYS if not keys.is_empty(row.get(key))), "[]"))
+    key = next((key for key in keys.TOOL_KEYS if key in row and not keys.is_empty(row[key])), "")
+    if not key:
+        return ()
+    tools = _from_json(row[key])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Rejected("tools are not a list of objects")
     tools = [_without_nulls(tool) for tool in tools]
@@ -267,7 +278,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _system_key(row: Row) -> str:
-    return next((key for key in keys.SYSTEM_KEYS if not keys.is_empty(row.get(key))), "")
+    return next((key for key in keys.SYSTEM_KEYS if key in row and not keys.is_empty(row[key])), "")
 
 
 def _system(row: Row) -> list[Message]:

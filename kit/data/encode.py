@@ -85,14 +85,16 @@ class _ControlRun(NamedTuple):
 
 
 class _TemplateText(NamedTuple):
-    """Template text between two contents: text that joins the first, ids of the control tokens, text that joins the
-    second. Without control tokens, `ids` and `tail` are empty."""
+    """Template text between two contents: text that joins the first, control tokens, text that joins the second.
+
+    The control tokens are the same in both runs; the loss counts their first where it counts the message before them.
+    Without control tokens there are no runs, and `tail` is empty.
+    """
 
     head: str
-    ids: TokenIds
     tail: str
-    control: str = ""  # the text of `ids`
-    first: str = ""  # the first control token
+    behind_counted: _ControlRun | None = None
+    behind_other: _ControlRun | None = None
 
 
 @dataclass(slots=True)
@@ -176,10 +178,11 @@ class Encoder:
                 last = piece
             elif piece.text:
                 found = self._template_text(piece.text)
-                has_control = bool(len(found.ids))
-                run.add(found.head, in_loss=self._counts(last) and (has_control or self.loss == "all"))
-                if has_control:
-                    runs += [run, self._control_run(found, last)]
+                is_counted = self._counts(last)
+                control = found.behind_counted if is_counted else found.behind_other
+                run.add(found.head, in_loss=is_counted and (control is not None or self.loss == "all"))
+                if control is not None:
+                    runs += [run, control]
                     run, last = _TextRun(), Piece("")
                     run.add(found.tail, in_loss=counts)
         kept = [item for item in [*runs, run] if isinstance(item, _ControlRun) or item.text]
@@ -188,13 +191,13 @@ class Encoder:
     def _counts(self, piece: Piece) -> bool:
         return piece.in_loss or (self.loss == "all" and not piece.left_out)
 
-    def _control_run(self, found: _TemplateText, last: Piece) -> _ControlRun:
+    def _control_run(self, ids: TokenIds, texts: Sequence[str], is_counted: bool) -> _ControlRun:
         """The first control token after a reply ends it, so it counts as that does."""
-        in_loss = np.full(len(found.ids), self.loss == "all")
-        in_loss[0] = self._counts(last)
-        first, size = len(found.first.encode()), len(found.control.encode())
-        span = (0 if in_loss[0] else first, size if self.loss == "all" else first)
-        return _ControlRun(found.ids, in_loss, found.control, span)
+        in_loss = np.full(len(ids), self.loss == "all")
+        in_loss[0] = is_counted
+        first, size = len(texts[0].encode()), len("".join(texts).encode())
+        span = (0 if is_counted else first, size if self.loss == "all" else first)
+        return _ControlRun(ids, in_loss, "".join(texts), span)
 
     def _add_turn(self, text: str, counts: bool, runs: list[_TextRun | _ControlRun], run: _TextRun) -> _TextRun:
         """Append a reply with control tokens of the template inside; returns the run after the last of these."""
@@ -213,10 +216,10 @@ class Encoder:
             return self.template_texts[piece]
         head, *rest = self.control_pattern.split(piece)
         tail = rest.pop() if rest else ""
-        ids = [self._control_or_text_ids(text) for text in rest if text]
-        found = _TemplateText(
-            head, np.concatenate([[], *ids]).astype(np.int32), tail, "".join(rest), rest[0] if rest else ""
-        )
+        found = _TemplateText(head, tail)
+        if rest:
+            ids = np.concatenate([self._control_or_text_ids(text) for text in rest if text]).astype(np.int32)
+            found = _TemplateText(head, tail, *(self._control_run(ids, rest, counts) for counts in (True, False)))
         if len(self.template_texts) < MAX_TEMPLATE_TEXTS:  # tools and dates may differ in every conversation
             self.template_texts[piece] = found
         return found
@@ -302,10 +305,10 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str]:
 
 def _covered(tokens: Tokens, spans: list[ByteSpan]) -> TokenMask:
     """Which tokens hold any byte of the spans."""
-    hit = np.zeros(len(tokens.ids), np.bool_)
-    for start, end in spans:
-        hit |= (tokens.starts < end) & (start < tokens.ends)
-    return hit
+    hits: list[TokenMask] = [(tokens.starts < end) & (start < tokens.ends) for start, end in spans]
+    if len(hits) == 1:
+        return hits[0]
+    return np.logical_or.reduce(hits) if hits else np.zeros(len(tokens.ids), np.bool_)
 
 
 def agrees_with_template(encoder: Encoder, messages: Messages, encoded: Encoded, tools: Tools = ()) -> bool:

@@ -32,7 +32,7 @@ def fit(
             ledger.drop(conversation.id, "longer than seq_len", length)
         elif not document.in_loss[1:].any():
             ledger.drop(conversation.id, "no reply in the loss", length)
-        elif not _has_reply(document, data.seq_len):
+        elif too_long and not _has_reply(document, data.seq_len):
             ledger.drop(conversation.id, "no reply inside seq_len", length)
         elif too_long:
             ledger.cut(length - data.seq_len)
@@ -42,12 +42,11 @@ def fit(
 
 
 def _has_reply(document: Encoded, size: int) -> bool:
-    """True if the loss counts a token that another predicts; of a truncated document the end token alone is not enough.
+    """True if the loss counts a token of a document that is too long and will be truncated.
 
-    The first token has no prediction; the last of a truncated document is the end token that `_truncate` adds.
+    The first token has no prediction, and the last is the end token that `_truncate` adds, which is not enough.
     """
-    end = size - 1 if len(document.ids) > size else size
-    return bool(document.in_loss[1:end].any())
+    return bool(document.in_loss[1 : size - 1].any())
 
 
 def _truncate(document: Encoded, size: int) -> Encoded:

@@ -44,6 +44,7 @@ _COUNTED_IN_MESSAGES = frozenset(
     | {*REASONING_KEYS, *CALL_KEYS, *WEIGHTS, *MEDIA_LISTS, *MEDIA_SINGLE, *TOOL_KEYS, "label", "score"}
     | {"train_detail", "mask", "loss_mask", "reward", "rating", "rejected", "chosen", "refusal", "annotations"}
 )
+_WEIGHT_KEYS = frozenset(WEIGHTS)
 # Columns of tables that are read for these. OASST's `labels` are large, and their meaning is another.
 COLUMNS = _COUNTED_IN_ROWS - {"labels"}
 
@@ -53,21 +54,26 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple | dict) and len(value) == 0) or value in ("[]", "{}")
 
 
+def counted(row: Row) -> frozenset[str]:
+    """The keys of the row that other tools train by."""
+    return _COUNTED_IN_ROWS.intersection(row)
+
+
 def unused(row: Row, messages: Iterable[Row], read: Iterable[str]) -> tuple[str, ...]:
     """Keys with a value that training does not use: of the row, and as "message.KEY" of its messages, each once.
 
     `read` are the keys of the row that were used.
     """
-    found = [key for key in (row.keys() & _COUNTED_IN_ROWS) - set(read) if not is_empty(row[key])]
+    found = [key for key in counted(row).difference(read) if not is_empty(row[key])]
     for message in messages:
-        keys = message.keys() & _COUNTED_IN_MESSAGES
+        keys = _COUNTED_IN_MESSAGES.intersection(message)
         found += [f"message.{key}" for key in keys if not is_empty(message[key]) and not _honoured(message, key)]
     return tuple(sorted(set(found)))
 
 
 def leaves_out(values: Row) -> str:
     """The key, with its value, that leaves a turn or a row out of the loss; empty where none does."""
-    for key in values.keys() & WEIGHTS.keys():
+    for key in _WEIGHT_KEYS.intersection(values):
         value = values[key]
         if _is_weight(key, value) and value == WEIGHTS[key][0]:
             return f"{key} {str(value).lower()}"

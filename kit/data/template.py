@@ -142,13 +142,16 @@ class ChatTemplate:
             return error
 
     def _place(self, messages: Messages, shown: Messages, text: str | Exception, tools: Tools) -> Rendered:
-        has_extras = bool(tools) or any(len(message) > 2 for message in shown)
-        if any("tool_calls" in message for message in shown) and not self.takes_calls:
+        has_keys = any(len(message) > 2 for message in messages)  # besides role and content, as few have
+        if has_keys and any("tool_calls" in message for message in shown) and not self.takes_calls:
             return Rendered(refused=TOOL_CALLS)
         if isinstance(text, Exception):
             return Rendered(refused=f"refused by the chat template: {text}")
+        has_extras = bool(tools) or (has_keys and any(len(message) > 2 for message in shown))
         rendered = None if has_extras else self._plain_pieces(messages, text)
         rendered = rendered or self._locate(messages, shown, text, tools)
+        if not has_keys:
+            return rendered
         reasoning = {key for message in messages for key in message.keys() & set(REASONING_KEYS)}
         if reasoning and not self.reasoning_key:
             unused = tuple(f"message.{key}" for key in sorted(reasoning))
