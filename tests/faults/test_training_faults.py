@@ -24,6 +24,7 @@ played = Played()
 fault = played.fault
 counted = played.print_at_end("faults of a training on a live Slurm")
 STEPS = 12
+LIMIT_S = 400  # for what takes seconds on a machine that does nothing else
 
 
 def until_phase(run, phase, began):
@@ -33,12 +34,12 @@ def until_phase(run, phase, began):
         now = run.state_folder.read_phase()
         return now is not None and now.since > began and now.phase is phase
 
-    until(reached, 200, pause=0.005)
+    until(reached, LIMIT_S, pause=0.005)
 
 
 def freeze_in_save(run):
     """Stops all ranks while they write a checkpoint; returns that and the ranks."""
-    before, ranks = set(run.checkpoints()), list(until(lambda: len(r := ranks_of(run)) == 2 and r, 200).values())
+    before, ranks = set(run.checkpoints()), list(until(lambda: len(r := ranks_of(run)) == 2 and r, LIMIT_S).values())
 
     def writing():
         for path in set(run.checkpoints()) - before:
@@ -51,13 +52,13 @@ def freeze_in_save(run):
                 rank.resume()
         return None
 
-    return until(writing, 200, pause=0.002), ranks
+    return until(writing, LIMIT_S, pause=0.002), ranks
 
 
 def cancelled(run):
     """The run's state after scancel, whose record of the end has the signal."""
     subprocess.run(["scancel", run.job_id], check=True)
-    end = run.wait(100)
+    end = run.wait(LIMIT_S)
     assert (end.state, end.confidence) == ("CANCELLED", "high"), str(end)
     return end
 
@@ -78,7 +79,7 @@ def fill(folder):
 
 def stop_in_training(run, began):
     """Stops rank 1 between two saves; returns its process."""
-    rank = until(lambda: len(r := ranks_of(run)) == 2 and r, 200)[1]
+    rank = until(lambda: len(r := ranks_of(run)) == 2 and r, LIMIT_S)[1]
     while True:
         until_phase(run, Phase.TRAINING, began)
         rank.suspend()
@@ -120,7 +121,7 @@ def test_a_training_has_the_losses_of_an_undisturbed_one_after_each_fault(live_s
         rank = stop_in_training(run, began)
         monkeypatch.setattr(signs, "STALLED_AFTER", 1.0)
         monkeypatch.setattr(signs, "STALLED_FACTOR", 1.0)
-        found = until(lambda: (now := run.state).stalled_s and now, 30)
+        found = until(lambda: (now := run.state).stalled_s and now, LIMIT_S)
         assert (found.state, found.ended) == ("RUNNING", False) and "Training stalls" in found.cause, str(found)
         rank.resume()
         until_phase(run, Phase.SAVING, began)  # it goes on
@@ -134,7 +135,7 @@ def test_a_training_has_the_losses_of_an_undisturbed_one_after_each_fault(live_s
         newest = run.checkpoints()[-2].name
         for process in {below for rank in ranks for below in [*rank.children(recursive=True), rank]}:
             process.kill()
-        end = run.wait(100)
+        end = run.wait(LIMIT_S)
         assert (end.state, end.exit_code) == ("FAILED", 137) and "killed by signal 9" in end.cause, str(end)
         assert not complete(path, 2)
     requeued(run)
@@ -145,13 +146,13 @@ def test_a_training_has_the_losses_of_an_undisturbed_one_after_each_fault(live_s
         filler = fill(disk)
         for rank in ranks:
             rank.resume()
-        end = run.wait(100)
+        end = run.wait(LIMIT_S)
         assert end.state == "FAILED" and "No space left on device" in end.cause, str(end)
         assert not complete(again, 2) and complete(run.path / "checkpoints" / newest, 2)
         filler.unlink()
     requeued(run)
     with fault("losses and rows after all of these"):
-        end = run.wait(200)
+        end = run.wait(LIMIT_S)
         assert (end.state, end.cause, end.conflicts) == ("COMPLETED", "", []), str(end)
         calm = forked.freeze(job, local)
         forked.train(calm)
