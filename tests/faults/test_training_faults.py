@@ -160,4 +160,4 @@ def test_a_training_has_the_losses_of_an_undisturbed_one_after_each_fault(live_s
         metrics = Metrics(run.path)
         while metrics.poll():
             pass
-        assert metrics.series["train/loss"].steps == list(range(1, STEPS + 1))
+        assert list(metrics.series["train/loss"].steps) == list(range(1, STEPS + 1))
