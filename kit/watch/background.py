@@ -11,18 +11,19 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Calls `function` at most every `interval` seconds, and never twice at a time.
+    """Calls `function` at most every `interval` seconds, for the first time after `delay`, and never twice at a time.
 
     `value` is its newest result, `error` what it raised last; both None before the first answer.
     """
 
-    def __init__(self, function: Callable[[], T], interval: float) -> None:
+    def __init__(self, function: Callable[[], T], interval: float, delay: float = 0.0) -> None:
         self.value: T | None = None
         self.error: Exception | None = None
         self.interval = interval
         self._function = function
         self._started: float | None = None  # of the call that is under way
         self._answered = 0.0
+        self._due = time.monotonic() + delay
 
     @property
     def answered(self) -> bool:
@@ -37,8 +38,7 @@ class Background(Generic[T]):
 
     def refresh(self) -> None:
         """Start a call if one is due. Returns at once."""
-        due = not self.answered or time.monotonic() - self._answered > self.interval
-        if due and self._started is None:
+        if time.monotonic() >= self._due and self._started is None:
             self._started = time.monotonic()
             threading.Thread(target=self._call, daemon=True).start()
 
@@ -48,6 +48,7 @@ class Background(Generic[T]):
         except Exception as error:  # whatever it is, the caller shows it
             self.error = error
         self._answered, self._started = time.monotonic(), None
+        self._due = self._answered + self.interval
 
 
 SWITCH_INTERVAL = 0.0005  # seconds for which a thread may keep the interpreter; Python's default is 0.005

@@ -426,8 +426,10 @@ function render({ model, el }) {
     options(part(".x-axis"), Object.fromEntries(data.axes.map(axis => [axis, axis])), data.axes.includes(view.axis) ? view.axis : data.axes[0]);
     while (panels.length > data.panels.length) panels.pop().svg.remove();
     while (maps.length > data.maps.length) maps.pop().box.remove();
-    data.panels.forEach((_, i) => waiting.add(`panel ${i}`));
+    const add = wanted => data.panels.forEach((panel, i) => { if (panel.hardware === wanted) waiting.add(`panel ${i}`); });
+    add(false);
     data.maps.forEach((_, i) => waiting.add(`map ${i}`));
+    add(true);
     if (!drawing) drawNext();
   }
   slider.oninput = () => change({ smooth: +slider.value });

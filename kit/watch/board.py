@@ -307,6 +307,8 @@ class Board(Result):
 
     def _look_until_the_end(self) -> None:
         refreshed = -math.inf
+        if self._outputs.is_live:  # the page makes the panels while the files are opened
+            self._try(self._refresh)
         while not self._stop.is_set():
             with short_switch_interval():
                 updated = [run for run in self.runs if run.update()]

@@ -19,6 +19,7 @@ from kit.watch.picture import delta
 from kit.watch.view import View
 
 PICTURE_INTERVAL = 10.0  # seconds between pictures, so that the notebook's file always holds a fresh one
+FIRST_PICTURE = 1.5  # seconds until the first one that is not quick: drawing it takes a core, which the page needs
 COMPLETE_EVERY = 4  # every fourth update sends a panel with all its points, for a page that has missed an update
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTHING = {"text/plain": ""}
@@ -52,7 +53,7 @@ class CellOutputs:
         display = uuid.uuid4().hex
         publish(display, *self._picture(quick))
         self._displays.append(display)
-        self._pictures = Background(self.redraw, PICTURE_INTERVAL)  # soon again: so far nothing may have been read
+        self._pictures = Background(self.redraw, PICTURE_INTERVAL, FIRST_PICTURE)  # so far nothing may have been read
         if live:
             publish(f"{display}-live", NOTHING)
             self._live.append(f"{display}-live")

@@ -9,7 +9,7 @@ import math
 import threading
 from array import array
 from bisect import bisect_left
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,12 @@ class HeatMap:
     def shown(self) -> int:
         """How many columns have begun."""
         return int((self._last - self.start) // self.width) + 1 if self.devices else 0
+
+    def copy(self) -> "HeatMap":
+        """A map with the same samples, to which others can be added."""
+        same = copy(self)
+        same.devices, same._sums, same._counts = dict(self.devices), self._sums.copy(), self._counts.copy()
+        return same
 
     def add(self, device: Device, times: Floats, values: Floats) -> None:
         """Add samples of a device: unix times in seconds and finite values."""
@@ -138,7 +144,7 @@ class Maps:
     def joined(self, end: Store) -> "Maps":
         """A copy with the samples of another store: while a long file is read from its beginning, those of its end."""
         with _LOCK:
-            joined = Maps(self.low, self.high, deepcopy(self.maps))
+            joined = Maps(self.low, self.high, {name: heat_map.copy() for name, heat_map in self.maps.items()})
         joined.update(end)
         return joined
 

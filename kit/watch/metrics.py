@@ -4,7 +4,6 @@ import difflib
 import math
 import time
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from kit.errors import InputError, KitError
-from kit.watch.samples import Reading, SampleFile, chunk_of, parse_sample, parse_wandb_sample
+from kit.watch.columns import Columns, parse_lines
+from kit.watch.samples import SMALLEST, Reading, SampleFile, chunk_of, parse_wandb_sample
 from kit.watch.series import Floats, Series
-from kit.watch.wandb_log import READ, UNDECODABLE, Kind, Tail, find_logs
+from kit.watch.wandb_log import BLOCK, READ, Kind, Tail, find_logs
 
-NEWEST = READ  # bytes at the end of a long log that are read first
+NEWEST = READ  # bytes; while more than these are unread, the end of each file is read separately
+FIRST = 4 * BLOCK  # bytes of a log that the first look reads, about 8 ms of work, ...
+END = 8 * BLOCK  # ... and of its end
 SEARCH = 5.0  # seconds between searches for new files while there is much to read: a folder may hold many runs
 Key = str | Reading  # name of a logged metric, or a node's reading
 _TRUTH_VALUES = {b"true": 1.0, b"false": 0.0}
@@ -105,28 +107,14 @@ class Store:
         series.extend(steps, values)
         self.series[key] = series
 
-    def add_samples(self, samples: Iterable[Any]) -> int:
-        """Add samples of kit.train.sampler; returns how many were invalid. A reading that is null has no point."""
-        columns: dict[Reading, tuple[array[float], array[float]]] = {}
-        invalid = 0
-        for sample in samples:
-            try:
-                host, moment, readings = sample["host"], float(sample["t"]), parse_sample(sample)
-            except UNDECODABLE:
-                invalid += 1
-                continue
-            if not self.nodes:
-                self._drop_wandb_samples()
+    def add_samples(self, columns: Columns) -> None:
+        """Add samples of kit.train.sampler."""
+        if columns.newest and not self.nodes:
+            self._drop_wandb_samples()
+        for host, moment in columns.newest.items():
             self.nodes[host] = max(moment, self.nodes.get(host, 0.0))
-            for reading, value in readings.items():
-                if reading not in columns:
-                    columns[reading] = array("d"), array("d")
-                steps, values = columns[reading]
-                steps.append(moment)
-                values.append(value)
-        for reading, (steps, values) in columns.items():
-            self._add(reading, steps, values)
-        return invalid
+        for reading, (times, values) in columns.readings.items():
+            self._add(reading, times, values)
 
     def _drop_wandb_samples(self) -> None:
         self.series = {key: series for key, series in self.series.items() if isinstance(key, str)}
@@ -185,31 +173,35 @@ class _FileReader:
         """All that is read."""
         return [*(log.tail for log in self.logs.values()), *self.nodes.values()]
 
-    def poll(self) -> bool:
-        """Read a part of one log and of each sample file. True if there was anything new."""
+    def poll(self, quick: bool = False) -> bool:
+        """Read a part of one log and of each sample file, a small one if `quick`. True if there was anything new."""
         self._problem = ""
-        new = any(self._read_log(log) for log in self.logs.values())  # a segment is read to its end before the next
+        size = FIRST if quick else READ
+        new = any(self._read_log(log, size) for log in self.logs.values())  # a segment to its end before the next
+        size = SMALLEST if quick else chunk_of(len(self.nodes))
         for node in self.nodes.values():
-            new = self._read_samples(node) or new
+            new = self._read_samples(node, size) or new
         # Where several nodes write logs, those without rows do not tell how the training ended.
         telling = [log for log in self.logs.values() if log.has_rows or log.tail.left] or list(self.logs.values())
         self.store.exit_code = telling[-1].exit_code if telling else None
         self.store.problem = self._problem  # assigned once, as other threads read it meanwhile
         return new
 
-    def _read_samples(self, node: SampleFile) -> bool:
+    def _read_samples(self, node: SampleFile, size: int) -> bool:
+        before = node.position
         try:
-            samples = node.poll(chunk_of(len(self.nodes)))
+            columns = parse_lines(node.poll(size))
         except (KitError, OSError) as problem:
             self._problem = str(problem)
             return False
-        node.damaged += self.store.add_samples(samples)
-        return bool(samples)
+        node.damaged += columns.damaged
+        self.store.add_samples(columns)
+        return before != node.position
 
-    def _read_log(self, log: _Log) -> bool:
+    def _read_log(self, log: _Log, size: int) -> bool:
         before = log.tail.position  # a record may be longer than one poll
         try:
-            for kind, values in log.tail.poll():
+            for kind, values in log.tail.poll(size):
                 self._take(log, kind, values)
         except (KitError, OSError) as problem:
             self._problem = str(problem)
@@ -243,9 +235,9 @@ class Metrics(Store):
     several runs the newest is read; a log, or its folder, names its run. Node samples are read from
     nodes/<host>.jsonl; without these files, from wandb's system metrics.
 
-    The end of a long file is read first, so that `line`, `last`, `nodes` and `exit_code` are up to date at once, while
-    `series` fill from the beginning: a day of samples of two nodes takes about ten seconds. Raises InputError where
-    there is no such folder or file.
+    The first look reads a little of the beginning and of the end of each file, so that `line`, `last`, `nodes` and
+    `exit_code` are up to date at once, while `series` fill from the beginning. Raises InputError where there is no such
+    folder or file.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -285,8 +277,8 @@ class Metrics(Store):
         if time.monotonic() - self._searched > SEARCH:
             self._searched = time.monotonic()
             self._find_files()
-        new = self._all.poll()
-        if first and self.left > NEWEST:
+        new = self._all.poll(quick=first)
+        if first and self.left:
             self._newest = self._reader_of_the_end()
         if self._newest.files:
             new = self._poll_newest() or new
@@ -336,7 +328,7 @@ class Metrics(Store):
         reader = _FileReader(Store(self.step_name, skip_until_step=steps_are_logged))
         if steps_are_logged or len(self._all.logs) == 1:  # W&B's own steps of a later segment are not known yet
             for path, log in list(self._all.logs.items())[-1:]:
-                reader.logs[path] = _Log(Tail(path, path.stat().st_size - NEWEST), log.host)
+                reader.logs[path] = _Log(Tail(path, path.stat().st_size - END), log.host)
         for path in self._all.nodes:
-            reader.nodes[path] = SampleFile(path, path.stat().st_size - chunk_of(len(self._all.nodes)))
+            reader.nodes[path] = SampleFile(path, path.stat().st_size - SMALLEST)
         return reader

@@ -101,6 +101,7 @@ class RunStatus:
         self.metrics: Store = Store()
         self.maps = Maps()
         self._zoomed = Maps()
+        self._joined: Maps | None = None  # with the ends of long files, since the last update
         self.expected_nodes = 0  # 0 if unknown
         self.state: str = BoardState.OPENING
         self.cause = ""
@@ -143,7 +144,10 @@ class RunStatus:
     def maps_now(self) -> Maps:
         """The heat maps; while long files are being read, with what is known of their ends."""
         end = self.metrics.end if isinstance(self.metrics, Metrics) else None
-        return self.maps.joined(end) if end else self.maps
+        if not end:
+            return self.maps
+        self._joined = joined = self._joined or self.maps.joined(end)
+        return joined
 
     def maps_between(self, low: float, high: float) -> Maps:
         """The heat maps of the part between two unix times, with columns as narrow as it allows."""
@@ -162,6 +166,7 @@ class RunStatus:
             if isinstance(self.metrics, Metrics | Online):
                 new = self.metrics.poll()
                 self.maps.update(self.metrics)
+                self._joined = None
             if not new or self.state == BoardState.OPENING:
                 self._judge()
             if self.disk is not None:

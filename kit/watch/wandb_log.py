@@ -102,9 +102,9 @@ class Tail:
         """The byte up to which the log has been read."""
         return self._offset
 
-    def poll(self) -> list[Record]:
-        """The records in the next READ bytes. Raises KitError if the file is not a W&B log, OSError if unreadable."""
-        base, data, age = self._read()
+    def poll(self, size: int = READ) -> list[Record]:
+        """The records in so many bytes, of whole blocks. Raises KitError for another file, OSError if unreadable."""
+        base, data, age = self._read(size)
         if len(data) < 7:
             return []
         if self._offset == 0:
@@ -117,7 +117,7 @@ class Tail:
                 break
             end = _chunk_end(data, at)
             if not 0 < end <= len(data):
-                end = self._next_chunk(data, at, base, age)
+                end = self._next_chunk(data, at, base, age, size)
                 if not end:
                     break
                 self.damaged += 1
@@ -132,7 +132,7 @@ class Tail:
         self._offset = base + at
         return self._decode(records)
 
-    def _read(self) -> tuple[int, bytes, float]:
+    def _read(self, size: int) -> tuple[int, bytes, float]:
         """(offset of the first byte, which starts a block; the bytes; seconds since the file was written)."""
         try:
             with files.open_regular(self.path) as stream:
@@ -140,7 +140,7 @@ class Tail:
                 self.left = max(0, status.st_size - self._offset)
                 base = self._offset - self._offset % BLOCK
                 stream.seek(base)
-                return base, stream.read(READ) if self.left else b"", time.time() - status.st_mtime
+                return base, stream.read(size) if self.left else b"", time.time() - status.st_mtime
         except FileNotFoundError:
             return 0, b"", 0.0
 
@@ -152,11 +152,11 @@ class Tail:
             raise KitError(f"{self.path} is a W&B log of version {data[6]}; only version {VERSION} can be read.")
         return 7
 
-    def _next_chunk(self, data: bytes, at: int, base: int, age: float) -> int:
+    def _next_chunk(self, data: bytes, at: int, base: int, age: float, size: int) -> int:
         """Where the first complete chunk behind the damage at `at` starts; 0 to wait for more."""
         starts = (match.start() - 6 for match in _CHUNK_TYPE.finditer(data, at + 7))
         complete = (start for start in starts if 0 < _chunk_end(data, start) <= len(data))
-        found = next(complete, READ if len(data) == READ else 0)
+        found = next(complete, size if len(data) == size else 0)
         if found and HOLE in data[at:found]:
             if self._hole != base + at:
                 self._hole, self._hole_since = base + at, time.monotonic()

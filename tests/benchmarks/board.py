@@ -86,11 +86,12 @@ def hear(client, true):
 
 
 def drawn(message):
-    """Whether it brings lines, as the widget's first state or as a picture."""
+    """Whether it brings lines, to the widget or as a picture."""
     data = message["content"].get("data", {})
-    complete = message["msg_type"] == "comm_open" and data["state"].get("complete")
-    known = any(panel["lines"] for panel in complete["panels"]) if complete else False
-    return known or 'stroke-width="1.5"' in data.get("image/svg+xml", "")
+    sent = data["state"] if message["msg_type"] in ("comm_open", "comm_msg") and "state" in data else {}
+    known = [state for name in ("complete", "delta") if (state := sent.get(name))]
+    lines = any(panel["lines"] for state in known for panel in state["panels"])
+    return lines or 'stroke-width="1.5"' in data.get("image/svg+xml", "")
 
 
 def late(client, cell):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kit.watch import hardware, panels
+from kit.watch.columns import parse_lines
 from kit.watch.maps import COLUMNS, HeatMap, Maps
 from kit.watch.metrics import Store
 from kit.watch.status import RunStatus
@@ -68,12 +69,11 @@ def test_maps_follow_a_store_and_begin_anew_when_its_samples_are_replaced():
     store.add_wandb_sample("old", {"_timestamp": 1e9, "gpu.0.gpu": 50.0})
     maps.update(store)
     assert list(maps.maps["util"].devices) == [("old", 0)]
-    store.add_samples([{"t": 1e9, "host": "a", "cpu": 1.0, "ram_gib": 1.0, "net_gb_s": None, "disk_gb_s": None,
-                        "gpus": [{"index": 0, "uuid": "GPU-0", "util": 80.0}]}])  # fmt: skip
+    store.add_samples(parse_lines(line("a", 1e9, 1).encode()))
     maps.update(store)
     maps.update(store)
     assert set(maps.maps["util"].devices) == {("a", 0), ("a", "cpu")}
-    assert maps.maps["util"].means()[1][maps.maps["util"].devices["a", 0]].tolist() == [80.0]
+    assert maps.maps["util"].means()[1][maps.maps["util"].devices["a", 0]].tolist() == [98.0]
 
 
 def run_of(folder, gpus=8, seconds=HOUR):

@@ -1,11 +1,15 @@
 """The format of node samples and the names of W&B's system metrics."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from kit.watch.columns import BULK, parse_lines
 from kit.watch.metrics import Store
 from kit.watch.samples import CPU, Reading, SampleFile, parse_wandb_sample
+from tests.watch.test_board import line
 
 
 def test_wandbs_system_metrics_are_converted_to_our_names_and_units():
@@ -30,15 +34,71 @@ def test_wandbs_system_metrics_are_converted_to_our_names_and_units():
 
 def test_a_long_file_is_read_in_parts_and_from_the_middle(tmp_path):
     path = tmp_path / "node1.jsonl"
-    everything = [{"t": i, "pad": "x" * 1000} for i in range(600)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in everything))
+    everything = [json.dumps({"t": i, "pad": "x" * 1000}).encode() + b"\n" for i in range(600)]
+    path.write_bytes(b"".join(everything))
     found, lines = [], SampleFile(path)
-    while part := lines.poll():
-        assert len(part) < 300
-        found += part
+    while part := lines.poll(300_000):
+        assert len(part) < 300_000
+        found += part.splitlines(keepends=True)
     assert found == everything
     assert lines.left == 0
-    assert SampleFile(path, path.stat().st_size - 2500).poll() == everything[-2:]
+    assert SampleFile(path, path.stat().st_size - 2500).poll() == b"".join(everything[-2:])
+
+
+def odd(number, text):
+    """Samples of a long file, of which one has another text."""
+    found = [line("node1", 1e9 + second, 8) for second in range(300)]
+    found[number] = text(found[number])
+    return found
+
+
+LONG = {
+    "regular": odd(7, str),
+    "a reading is null": odd(0, lambda text: text.replace('"power_w": 520.0', '"power_w": null')),
+    "no reading but null": [text.replace("520.0", "null") for text in odd(7, str)],
+    "rates of the disks": odd(
+        7, lambda text: text.replace('"disk_gb_s": null', '"disk_gb_s": {"read": 0.5, "write": 1}')
+    ),
+    "nodes without GPUs": [line("node1", 1e9 + second, 0) for second in range(1500)],
+    "instances of GPUs": [text.replace("GPU-", "MIG-") for text in odd(7, str)],
+    "a GPU has failed": odd(7, lambda text: text.replace('"index": 6', '"index": null')),
+    "fewer GPUs": odd(7, lambda text: line("node1", 1e9 + 7, 7)),
+    "another host": odd(7, lambda text: text.replace("node1", "node2")),
+    "not a number": odd(7, lambda text: text.replace("520.0", "NaN")),
+    "no time": odd(7, lambda text: text.replace('"t":', '"time":')),
+    "no utilisation of the CPU": odd(7, lambda text: text.replace("12.5", '"idle"')),
+    "not JSON": odd(7, lambda text: text[:-5]),
+}
+
+
+def values_of(store):
+    """The series as text, since NaN does not equal itself."""
+    return {key: str(series) for key, series in store.series.items()}
+
+
+@pytest.mark.parametrize("lines", LONG.values(), ids=LONG)
+def test_samples_of_a_long_file_are_those_of_its_lines(lines):
+    data = "\n".join(lines).encode() + b"\n"
+    assert len(data) > BULK
+    together, alone = parse_lines(data), Store()
+    damaged = 0
+    for text in lines:
+        columns = parse_lines(text.encode())
+        alone.add_samples(columns)
+        damaged += columns.damaged
+    store = Store()
+    store.add_samples(together)
+    assert values_of(store) == values_of(alone)
+    assert (store.nodes, together.damaged) == (alone.nodes, damaged)
+
+
+def test_the_reader_of_long_files_imports_neither_pandas_nor_compute_functions():
+    code = (
+        "import sys; from kit.watch.columns import parse_lines; parse_lines(sys.stdin.buffer.read())\n"
+        "assert 'pyarrow.json' in sys.modules; assert not {'pandas', 'pyarrow.compute'} & set(sys.modules)"
+    )
+    data = "\n".join(LONG["regular"]).encode() + b"\n"
+    subprocess.run([sys.executable, "-c", code], input=data, check=True)
 
 
 @pytest.mark.parametrize(
