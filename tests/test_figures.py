@@ -14,7 +14,7 @@ import pytest
 from kit import figures
 from kit.figures import palette, png
 from kit.figures.palette import COLOUR_OF
-from kit.figures.svg import INK
+from kit.figures.svg import INK, LETTER
 from kit.show import HTML_COLOURS
 
 PHASES = {"load": {"weights": 20.0, "optimizer": 0.0}, "step": {"weights": 20.0, "gradients": 4.0}}
@@ -64,6 +64,18 @@ def test_the_parts_of_a_bar_keep_their_colour_and_end_with_the_sum():
     assert traces["gradients"]["x"] == [0.0, 4.0]
     texts = [element.text for element in ElementTree.fromstring(BARS.svg()).iter("{http://www.w3.org/2000/svg}text")]
     assert "24" in texts and "capacity 80" in texts
+
+
+@pytest.mark.parametrize("end", [70.0, 76.0, 79.9, 80.0, 80.3])
+def test_the_number_of_a_bar_does_not_cross_the_line_of_the_limit(end):
+    parts = figures.bars("Memory", "GiB", {"load": {"weights": end}}, ("capacity", 80.0))
+    ranges = figures.ranges("Load", "GB/s", {"torch.load": (1.0, 66.6, end)}, ("plain reads", 80.0))
+    for figure, text in ((parts, f"{end:.3g}"), (ranges, "66.6")):
+        elements = list(ElementTree.fromstring(figure.svg()).iter())
+        (left,) = [float(e.attrib["x"]) for e in elements if e.text == text and e.attrib["text-anchor"] == "start"]
+        dashed = [e.attrib["d"] for e in elements if "stroke-dasharray" in e.attrib]
+        limit = float(dashed[-1].partition(" ")[0][1:])  # behind the sign in the legend
+        assert not left - 2 < limit < left + LETTER * len(text)
 
 
 def test_a_value_that_is_not_finite_leaves_a_gap_in_both_drawings():

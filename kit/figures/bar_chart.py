@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from kit.figures.base import Figure, Limit, base_layout, limit_text, with_limit
 from kit.figures.palette import COLOURS, colour_of
-from kit.figures.svg import BAR, INK, LIMIT, ROW, Canvas
+from kit.figures.svg import BAR, INK, LETTER, LIMIT, ROW, Axis, Canvas
 from kit.show import format_cell
 
 Range = tuple[float, float, float]  # lowest, median, highest
@@ -49,9 +49,8 @@ class Bars(Figure):
                 value = row.get(part, 0.0)
                 canvas.rectangle(axis.at(done), top + ROW * index, axis.at(done + value) - axis.at(done), BAR, colour)
                 done += value
-            canvas.text(axis.at(total) + 5, top + ROW * index + 13, format_cell(float(total)))
-        if self.limit:
-            canvas.line(axis.at(self.limit[1]), top - 4, axis.at(self.limit[1]), canvas.height - 36, LIMIT, dashed=True)
+            _draw_value(canvas, axis, total, total, top + ROW * index + 13, self.limit)
+        _draw_limit(canvas, axis, top, self.limit)
         return canvas.document()
 
     def __str__(self) -> str:
@@ -98,9 +97,8 @@ class Ranges(Figure):
             y = top + ROW * index
             canvas.rectangle(axis.at(0), y, axis.at(middle) - axis.at(0), BAR, COLOURS[0])
             canvas.line(axis.at(low), y + 9, axis.at(high), y + 9, INK)
-            canvas.text(axis.at(high) + 5, y + 13, format_cell(float(middle)))
-        if self.limit:
-            canvas.line(axis.at(self.limit[1]), top - 4, axis.at(self.limit[1]), canvas.height - 36, LIMIT, dashed=True)
+            _draw_value(canvas, axis, middle, high, y + 13, self.limit)
+        _draw_limit(canvas, axis, top, self.limit)
         return canvas.document()
 
     def __str__(self) -> str:
@@ -110,3 +108,17 @@ class Ranges(Figure):
         )
         limit = [f"  {self.limit[0]}: {format_cell(self.limit[1])}"] if self.limit else []
         return "\n".join([f"{self.title} ({self.unit}; median and range)", *rows, *limit])
+
+
+def _draw_value(canvas: Canvas, axis: Axis, value: float, end: float, y: float, limit: Limit | None) -> None:
+    """The number of a bar right of its end, or right of the limit's line where that would cross it."""
+    text, x = format_cell(float(value)), axis.at(end) + 5
+    if limit and x - 3 < axis.at(limit[1]) < x + 3 + LETTER * len(text):
+        x = axis.at(limit[1]) + 5
+    canvas.text(x, y, text)
+
+
+def _draw_limit(canvas: Canvas, axis: Axis, top: float, limit: Limit | None) -> None:
+    if limit:
+        x = axis.at(limit[1])
+        canvas.line(x, top - 4, x, canvas.height - 36, LIMIT, dashed=True)
