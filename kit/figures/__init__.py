@@ -5,7 +5,7 @@ in a notebook that it does not trust; and a static PNG for nbconvert, code hosts
 and the ink is a middle grey, so that both are readable on white and on black. The JSON is written here and not by the
 plotly package, which takes a second to import; `Figure.plotly()` returns the package's own object.
 
-The live board of a run does not use this module: see kit/watch.
+The live board of a run draws the charts of this package with JavaScript: see kit/watch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,6 @@ from kit.figures.bar_chart import Bars, Range, Ranges
 from kit.figures.base import Figure, Limit
 from kit.figures.heat_map import Heat
 from kit.figures.histogram import Histogram
-from kit.figures.line_plot import POINTS, Lines, thin
 from kit.figures.sankey_diagram import Sankey
 
 __all__ = ["Figure", "bars", "heat", "histogram", "lines", "ranges", "sankey"]
@@ -29,9 +28,14 @@ def lines(
     colours: Mapping[str, str] | None = None,
 ) -> Figure:
     """A line plot. `curves` maps a name to its x and y values; values that are not finite leave a gap."""
-    share = POINTS // max(1, len(curves))
+    from kit.figures.charts import Chart, Line  # they import numpy, which most figures do not need
+    from kit.figures.line_plot import POINTS, Lines
+    from kit.figures.points import thin
+
+    share, colours = POINTS // max(1, len(curves)), colours or {}
+    thinned = {name: thin(*curve, share) for name, curve in curves.items()}
     return Lines(
-        title, x_label, y_label, {name: thin(*curve, share) for name, curve in curves.items()}, dict(colours or {})
+        Chart(title, x_label, y_label, [Line(name, *xy, colour=colours.get(name, "")) for name, xy in thinned.items()])
     )
 
 

@@ -1,14 +1,16 @@
-"""Line plots."""
+"""Line plots, and lines in plotly's JSON schema. Numbers are float32 in base64, 5.3 bytes each."""
 
-import math
+import base64
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from kit.figures.base import Figure, base_layout
-from kit.figures.palette import colour_of
-from kit.figures.svg import GRID, WIDTH, Axis, Canvas, ticks
+from kit.figures.charts import Chart, DrawnLine
+from kit.figures.points import Floats
+from kit.figures.svg import WIDTH
 from kit.show import format_cell
 
 POINTS = 600  # of all lines of a figure together, which is about 8 kB of JSON
@@ -18,64 +20,58 @@ POINTS = 600  # of all lines of a figure together, which is about 8 kB of JSON
 class Lines(Figure):
     """Curves of y over x."""
 
-    title: str
-    x_label: str
-    y_label: str
-    curves: dict[str, tuple[list[float], list[float]]]
-    colours: dict[str, str]
+    chart: Chart
+
+    @property
+    @override
+    def title(self) -> str:  # type: ignore[override]
+        return self.chart.title
 
     @override
     def plotly_dict(self) -> dict[str, Any]:
-        data = [
-            {"type": "scatter", "mode": "lines" if len(x) > 1 else "markers", "name": name, "x": x,
-             "y": [value if math.isfinite(value) else None for value in y], "line": {"color": self._colour(name)}}
-            for name, (x, y) in self.curves.items()
-        ]  # fmt: skip
-        return {"data": data, "layout": base_layout(self.title, self.x_label, self.y_label)}
+        data = [trace(line, crowded=False) for line in self.chart.drawn()]
+        return {"data": data, "layout": base_layout(self.title, self.chart.x_title, self.chart.y_title)}
 
     @override
     def svg(self) -> str:
-        canvas = Canvas(self.title, 300)
-        points = [(x, y) for xs, ys in self.curves.values() for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
-        if not points:
-            canvas.text(WIDTH / 2, 150, "no values", "middle")
-            return canvas.document()
-        top = canvas.legend({name: self._colour(name) for name in self.curves})
-        x_axis = Axis.around([x for x, _ in points], 70, WIDTH - 20)
-        y_axis = Axis.around([y for _, y in points], 260, top + 14)
-        for value in ticks(y_axis.low, y_axis.high):
-            canvas.line(x_axis.start, y_axis.at(value), x_axis.stop, y_axis.at(value), GRID)
-            canvas.text(x_axis.start - 6, y_axis.at(value) + 4, format_cell(value), "end")
-        for value in ticks(x_axis.low, x_axis.high):
-            canvas.text(x_axis.at(value), 276, format_cell(value), "middle")
-        canvas.text((x_axis.start + x_axis.stop) / 2, 294, self.x_label, "middle")
-        canvas.text(0, top, self.y_label)
-        for name, (xs, ys) in self.curves.items():
-            canvas.polyline([(x_axis.at(x), y_axis.at(y)) for x, y in zip(xs, ys, strict=True)], self._colour(name))
-        return canvas.document()
+        return self.chart.svg(WIDTH, 300)
 
     def __str__(self) -> str:
         last = (
-            f"  {name}: {format_cell(ys[-1])} at {format_cell(xs[-1])}" for name, (xs, ys) in self.curves.items() if xs
+            f"  {line.line.name}: {format_cell(float(line.y[-1]))} at {format_cell(float(line.x[-1]))}"
+            for line in self.chart.drawn()
         )
-        return "\n".join([f"{self.title} ({self.y_label}; last value, {self.x_label})", *last])
-
-    def _colour(self, name: str) -> str:
-        return self.colours.get(name) or colour_of(name, list(self.curves).index(name))
+        return "\n".join([f"{self.title} ({self.chart.y_title}; last value, {self.chart.x_title})", *last])
 
 
-def thin(x: Any, y: Any, points: int) -> tuple[list[float], list[float]]:
-    """About `points` of the points: of each bucket the lowest and the highest stay, so that no extreme is lost."""
-    xs, ys = [float(value) for value in x], [float(value) for value in y]
-    if len(xs) <= points:
-        return xs, ys
-    size = math.ceil(2 * len(xs) / points)
-    keep = {0, len(xs) - 1}
-    for start in range(0, len(xs), size):
-        bucket = range(start, min(start + size, len(xs)))
-        finite = [i for i in bucket if math.isfinite(ys[i])]
-        if len(finite) < len(bucket):
-            keep.add(next(i for i in bucket if not math.isfinite(ys[i])))
-        if finite:
-            keep |= {min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)}
-    return [xs[i] for i in sorted(keep)], [ys[i] for i in sorted(keep)]
+def trace(line: DrawnLine, crowded: bool) -> dict[str, Any]:
+    """A line in plotly's JSON schema; one of a crowd is thin and pale."""
+    label = line.line.label or line.line.name
+    pen: dict[str, Any] = {"color": line.colour, "width": 1 if crowded else 1.6}
+    if line.dash:
+        pen["dash"] = line.dash.replace(" ", "px,") + "px"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(line.x) <= 24 and not line.line.limit else "lines",
+        "name": line.line.name,
+        **_places(line.x),
+        "y": typed(line.y),
+        "line": pen,
+        "opacity": 0.6 if crowded else 1,
+        "hovertemplate": f"{label} %{{y:.5~g}} at %{{x:.6~g}}<extra></extra>",
+    }
+
+
+def _places(x: Floats) -> dict[str, Any]:
+    """The x of a trace: its start and step where all steps are the same, which takes fewer bytes."""
+    steps = np.diff(x)
+    if len(steps) > 1 and steps[0] > 0 and np.allclose(steps, steps[0], rtol=1e-6):
+        return {"x0": float(x[0]), "dx": float(steps[0])}
+    return {"x": typed(x)}
+
+
+def typed(values: Any) -> dict[str, str]:
+    """Numbers as plotly takes them in base64; those that are not finite are NaN, which leaves a gap."""
+    numbers = np.array(values, np.float32)
+    numbers[~np.isfinite(numbers)] = np.nan
+    return {"dtype": "f4", "bdata": base64.b64encode(numbers.tobytes()).decode()}

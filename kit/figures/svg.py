@@ -1,7 +1,7 @@
 """SVG drawing primitives for still figures: a canvas with text, lines, rectangles and axes. Units are pixels."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -19,13 +19,6 @@ class Axis:
     high: float
     start: float
     stop: float
-
-    @classmethod
-    def around(cls, values: Sequence[float], start: float, stop: float) -> "Axis":
-        """An axis that holds all values with a margin, and is never empty."""
-        low, high = min(values), max(values)
-        margin = 0.05 * (high - low) if high > low else abs(high) * 0.1 or 0.5
-        return cls(low - margin, high + margin, start, stop)
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
@@ -70,17 +63,6 @@ class Canvas:
         """A straight line."""
         dash = ' stroke-dasharray="5 3" stroke-width="1.5"' if dashed else ""
         self._body.append(f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{colour}"{dash}/>')
-
-    def polyline(self, points: Iterable[tuple[float, float]], colour: str) -> None:
-        """A line through the points, with a gap at each that is not finite."""
-        path, pen_down = "", False
-        for x, y in points:
-            if math.isfinite(y):
-                path += f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}"
-            pen_down = math.isfinite(y)
-        self._body.append(
-            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
-        )
 
     def rectangle(self, x: float, y: float, width: float, height: float, colour: str, opacity: float = 1.0) -> None:
         """A filled rectangle; nothing where it has no width."""

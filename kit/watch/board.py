@@ -12,13 +12,13 @@ from typing import Any
 from kit import files
 from kit.errors import InputError
 from kit.figures.base import PLOTLY
+from kit.figures.charts import Chart
 from kit.figures.png import SVG, static_picture
 from kit.show import Part, Result, in_lab
 from kit.slurm.run import Run
 from kit.watch import panels, picture
 from kit.watch.alerts import Alert, find_alerts, run_command
 from kit.watch.background import short_switch_interval
-from kit.watch.charts import Chart
 from kit.watch.figure import plotly_dict
 from kit.watch.gpu_table import gpu_table
 from kit.watch.hardware import heat_maps

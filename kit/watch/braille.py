@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.figures.charts import DrawnLine, number
+from kit.figures.points import Floats
 from kit.figures.svg import ticks
-from kit.watch.charts import DrawnLine, number
-from kit.watch.series import Floats
 
 # Bits of the dots of a cell, from U+2800 on: rows from top to bottom, left column and right column.
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])

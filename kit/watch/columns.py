@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kit.figures.points import Floats
 from kit.watch.samples import CPU, NAMES_OF_GPU, TRAFFIC, Reading, device_of, parse_sample
-from kit.watch.series import Floats
 from kit.watch.wandb_log import UNDECODABLE
 
 if TYPE_CHECKING:

@@ -1,22 +1,16 @@
-"""The board of a run that has ended as a plotly figure: hover, zoom, legends, log scale and smoothing, no kernel.
+"""The board of a run that has ended as a plotly figure: hover, zoom, legends, log scale and smoothing, no kernel."""
 
-The JSON is written here, as in kit/figures, since plotly's own package takes a second to import. Numbers are float32 in
-base64, 5.3 bytes each.
-"""
-
-import base64
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kit.figures.base import base_layout
+from kit.figures.charts import Chart, DrawnLine
+from kit.figures.line_plot import trace, typed
 from kit.figures.palette import BAD, COLOUR_OF
+from kit.figures.points import smoothed
 from kit.figures.svg import GRID
-from kit.watch.charts import Chart, DrawnLine, smoothed
 from kit.watch.hardware import KINDS, MapPicture
-from kit.watch.series import Floats
 
 PANEL, GAP, TOP = 190, 95, 130  # pixels: height of a panel's axes, room for titles and legend, room for the buttons
 ROW = 12  # pixels of a row of a heat map
@@ -105,7 +99,7 @@ class _Figure:
             first = line.line.name not in seen
             seen.add(line.line.name)
             own = {"xaxis": x, "yaxis": y, "legend": legend, "legendgroup": line.line.name, "showlegend": first}
-            self.data.append(_trace(line, crowded=len(lines) > 6) | own)
+            self.data.append(trace(line, crowded=len(lines) > 6) | own)
         if not chart.hardware:
             self.levels.append(f"yaxis{y[1:]}")
 
@@ -124,7 +118,7 @@ class _Figure:
         self.data.append(
             {
                 "type": "heatmap",
-                "z": _typed(values) | {"shape": f"{len(one.labels)}, {values.shape[1]}"},
+                "z": typed(values) | {"shape": f"{len(one.labels)}, {values.shape[1]}"},
                 "x0": one.start + width / 2,
                 "dx": width,
                 "y": one.labels,
@@ -151,8 +145,8 @@ class _Figure:
             return None
         indices = [index for index, _ in self.noisy]
         versions = {
-            "as logged": [_typed(line.y) for _, line in self.noisy],
-            "smoothed": [_typed(smoothed(line.y, SMOOTHING)) for _, line in self.noisy],
+            "as logged": [typed(line.y) for _, line in self.noisy],
+            "smoothed": [typed(smoothed(line.y, SMOOTHING)) for _, line in self.noisy],
         }
         buttons = [{"label": name, "method": "restyle", "args": [{"y": ys}, indices]} for name, ys in versions.items()]
         return self._menu(buttons, 0.25)
@@ -161,35 +155,3 @@ class _Figure:
         style = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "bordercolor": GRID}
         place = {"x": x, "xanchor": "left", "y": 1 - 40 / self.height, "yanchor": "top", "pad": {"t": 0, "l": 0}}
         return style | place | {"buttons": buttons, "font": {"size": 11}}
-
-
-def _trace(line: DrawnLine, crowded: bool) -> dict[str, Any]:
-    label = line.line.label or line.line.name
-    pen: dict[str, Any] = {"color": line.colour, "width": 1 if crowded else 1.6}
-    if line.dash:
-        pen["dash"] = line.dash.replace(" ", "px,") + "px"
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(line.x) <= 24 and not line.line.limit else "lines",
-        "name": line.line.name,
-        **_places(line.x),
-        "y": _typed(line.y),
-        "line": pen,
-        "opacity": 0.6 if crowded else 1,
-        "hovertemplate": f"{label} %{{y:.5~g}} at %{{x:.6~g}}<extra></extra>",
-    }
-
-
-def _places(x: Floats) -> dict[str, Any]:
-    """The x of a trace: its start and step where all steps are the same, which takes fewer bytes."""
-    steps = np.diff(x)
-    if len(steps) > 1 and steps[0] > 0 and np.allclose(steps, steps[0], rtol=1e-6):
-        return {"x0": float(x[0]), "dx": float(steps[0])}
-    return {"x": _typed(x)}
-
-
-def _typed(values: Any) -> dict[str, str]:
-    """Numbers as plotly takes them in base64; those that are not finite are NaN, which leaves a gap."""
-    numbers = np.array(values, np.float32)
-    numbers[~np.isfinite(numbers)] = np.nan
-    return {"dtype": "f4", "bdata": base64.b64encode(numbers.tobytes()).decode()}

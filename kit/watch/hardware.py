@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kit.figures.charts import Chart, Line
 from kit.figures.palette import COLOUR_OF, COLOURS
+from kit.figures.points import Floats
 from kit.watch.alerts import DIFFERENT
-from kit.watch.charts import Chart, Line
 from kit.watch.maps import Device, HeatMap, deviations
 from kit.watch.samples import CPU, Reading
-from kit.watch.series import Floats
 from kit.watch.status import RunStatus
 from kit.watch.view import MIN_POINTS, MINUTES, View, chart, points
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.figures.points import Floats
 from kit.watch.metrics import Key, Store
 from kit.watch.samples import CPU, Reading
-from kit.watch.series import Floats, Series
+from kit.watch.series import Series
 
 COLUMNS = 320  # a map of 64 GPUs has 20 kB then, and one of five minutes a column for each second
 READINGS = ("util", "mem_gib", "power_w", "temp_c")

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from kit.errors import InputError, KitError
+from kit.figures.points import Floats
 from kit.watch.columns import Columns, parse_lines
 from kit.watch.samples import SMALLEST, Reading, SampleFile, chunk_of, parse_wandb_sample
-from kit.watch.series import Floats, Series
+from kit.watch.series import Series
 from kit.watch.wandb_log import BLOCK, READ, Kind, Tail, find_logs
 
 NEWEST = READ  # bytes; while more than these are unread, the end of each file is read separately

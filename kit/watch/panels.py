@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kit.figures.charts import Chart, Line
 from kit.figures.palette import BAD, BLUE, GOOD, ORANGE
-from kit.watch.charts import Chart, Line
+from kit.figures.points import Floats
 from kit.watch.hardware import hardware, traffic
-from kit.watch.series import Floats
 from kit.watch.status import BoardState, RunStatus
 from kit.watch.verdict import verdict
 from kit.watch.view import AXIS_KEYS, AXIS_TITLES, View, XAxis, chart, points

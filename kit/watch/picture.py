@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from kit.figures.charts import Chart, DrawnLine, number
 from kit.figures.palette import BAD, COLOUR_OF
+from kit.figures.points import Floats, thin
 from kit.figures.svg import GRID, INK, ticks
 from kit.show import Table
-from kit.watch.charts import Chart, DrawnLine, number
 from kit.watch.hardware import KINDS, MapPicture
 from kit.watch.panels import Header
-from kit.watch.series import Floats, thin
 from kit.watch.view import MINUTES
 
 WIDTH, COLUMN, PANEL = 960, 490, 230  # pixels

@@ -3,15 +3,14 @@
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from kit.figures.points import SHOWN_NOT_FINITE, Floats, thin
+
 BLOCK = 128  # points; the lowest and the highest of each complete block are kept at hand
-SHOWN_NOT_FINITE = 20  # at least so many of the values that are not finite survive thinning
 
 
 class Series(NamedTuple):
@@ -85,20 +84,3 @@ class Series(NamedTuple):
         y = np.concatenate([self.values[:1], extremes[:, 1], self.values[rest], np.full(len(not_finite), np.nan)])
         order = np.argsort(x, kind="stable")
         return thin(x[order], y[order], points)
-
-
-def thin(x: Sequence[float] | Floats, y: Sequence[float] | Floats, points: int) -> tuple[Floats, Floats]:
-    """x and y of about `points` points: the extremes of equal parts, the ends, and some that are not finite."""
-    x, y = np.array(x, float), np.array(y, float)
-    if len(x) <= points:
-        return x, y
-    size = math.ceil(2 * len(y) / points)  # values in a part, of which the lowest and the highest stay
-    finite = np.isfinite(y)
-    starts = np.arange(0, len(y), size)
-    padded = np.full((2, len(starts) * size), np.inf)
-    padded[:, : len(y)] = np.where(finite, y, np.inf), np.where(finite, -y, np.inf)
-    extremes = padded.reshape(2, -1, size).argmin(axis=2) + starts
-    others = np.flatnonzero(~finite)
-    some = others[:: len(others) // SHOWN_NOT_FINITE + 1]
-    keep = np.unique(np.concatenate([extremes.ravel(), some, [0, len(y) - 1]]))
-    return x[keep], y[keep]

@@ -14,9 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from kit.figures.charts import Chart, number
 from kit.figures.palette import BAD, ORANGE
 from kit.watch.braille import AXIS, TextChart, text_chart
-from kit.watch.charts import Chart, number
 from kit.watch.gpu_table import GpuRow, gpu_rows, spark
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kit.watch.charts import STEP, Chart, Line
+from kit.figures.charts import STEP, Chart, Line
+from kit.figures.points import Floats
 from kit.watch.metrics import Key
-from kit.watch.series import Floats
 from kit.watch.status import RunStatus
 
 POINTS = 600  # of all lines of a chart together: three in two pixels, about 5 kB

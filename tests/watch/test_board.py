@@ -28,6 +28,8 @@ from kit.cli import main
 from kit.config.recipe import Recipe
 from kit.errors import InputError
 from kit.figures.base import PLOTLY
+from kit.figures.charts import Chart, Line, number
+from kit.figures.points import smoothed, thin
 from kit.figures.svg import ticks
 from kit.slurm.outcome import RunState
 from kit.slurm.run import Run
@@ -35,10 +37,8 @@ from kit.slurm.states import JobState
 from kit.watch import alerts, background, status
 from kit.watch import board as board_module
 from kit.watch.board import NO_CELL, watch
-from kit.watch.charts import Chart, Line, number, smoothed
 from kit.watch.hardware import heat_maps
 from kit.watch.picture import as_json, chart_as_json, delta
-from kit.watch.series import thin
 from tests.conftest import until
 from tests.watch.test_online import KEY
 

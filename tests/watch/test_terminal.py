@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from kit.cli import main
+from kit.figures.charts import DrawnLine, Line
 from kit.watch import terminal
 from kit.watch.board import watch
 from kit.watch.braille import text_chart
-from kit.watch.charts import DrawnLine, Line
 from tests.conftest import until
 from tests.watch.test_board import cut_exit_record, line, log, steps
 from tests.watch.test_damaged_logs import record, row, write_log

@@ -1,6 +1,6 @@
-"""Line charts of the board: the model of a panel, and its drawing as static SVG, which needs no JavaScript.
+"""Line charts: the model of one, and its drawing as static SVG, which needs no JavaScript.
 
-board.js draws the same panels in JupyterLab; sizes, colours and number formats are the same in both.
+kit/watch/board.js draws the same charts in JupyterLab; sizes, colours and number formats are the same in both.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kit.figures.palette import BAD, COLOUR_OF, COLOURS
+from kit.figures.points import Floats, smoothed
 from kit.figures.svg import GRID, INK, ticks
-from kit.watch.series import Floats
 
 DOTTED = 24  # lines with so few points also get dots
 LEFT, RIGHT, BOTTOM = 62, 22, 38  # margins around the plot, in pixels
@@ -36,6 +36,7 @@ class Line:
     limit: bool = False
     label: str = ""  # the name in the tooltip, where it differs from `name`
     not_finite: int = 0  # values that are NaN or infinite, of which `y` holds some
+    colour: str = ""  # where it is not the one of its name
 
 
 class DrawnLine(NamedTuple):
@@ -77,7 +78,7 @@ class Chart:
         return sum(line.not_finite for line in self.lines)
 
     def drawn(self) -> list[DrawnLine]:
-        """Each line that has points, with its colour. kit.watch.panels has chosen the points."""
+        """Each line that has points, with its colour. Whoever makes a chart chooses its points."""
         names = list(dict.fromkeys(line.name for line in self.lines if not line.limit))
         drawn = []
         for line in self.lines:
@@ -91,7 +92,7 @@ class Chart:
                 drawn.append(DrawnLine(line, x, y, INK, LIMIT_DASH))
                 continue
             repeat, colour = divmod(names.index(line.name), len(COLOURS))
-            fixed = COLOUR_OF.get(line.name)
+            fixed = line.colour or COLOUR_OF.get(line.name)
             drawn.append(DrawnLine(line, x, y, fixed or COLOURS[colour], "" if fixed else DASHES[repeat % len(DASHES)]))
         return drawn
 
@@ -182,16 +183,6 @@ class _Plot:
         pen = f"{line.stroke} " + ('stroke-width="1" stroke-opacity="0.5"' if self.crowded else 'stroke-width="1.5"')
         dotted = len(line.x) <= DOTTED and not line.line.limit and not self.crowded
         return faint + _path(xs, self.y_pixels(ys), pen, self.top, dotted)
-
-
-def smoothed(y: Floats, weight: float) -> Floats:
-    """The exponential moving average, corrected for the bias of its start; what is not finite stays as it is."""
-    out, mean, sum_of_weights = y.copy(), 0.0, 0.0
-    for index in np.flatnonzero(np.isfinite(y)):
-        mean = weight * mean + (1 - weight) * y[index]
-        sum_of_weights = weight * sum_of_weights + 1 - weight
-        out[index] = mean / sum_of_weights
-    return out
 
 
 def number(value: float) -> str:
