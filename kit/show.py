@@ -20,6 +20,8 @@ Mark = Literal["good", "warning", "bad"]
 RICH_STYLES: dict[Mark, str] = {"good": "green", "warning": "yellow", "bad": "red"}
 # Readable as text on white and on black. kit.figures.palette has all other colours.
 HTML_COLOURS: dict[Mark, str] = {"good": "#009e73", "warning": "#a67c00", "bad": "#d55e00"}
+# On paper nothing scrolls: the widest table, that of kit tune, fits A4 with letters of this size.
+PRINT_STYLE = "@media print{.kit-table{font-size:7pt!important}.kit-table :is(th,td){padding:2px 4px!important}}"
 # Classes of results that have buttons in JupyterLab, by name -> module and function that make them; the face sets it.
 CONTROLS: dict[str, tuple[str, str]] = {}
 
@@ -120,7 +122,8 @@ class Table:
         head = "".join(_html_cell("th", name, right) for name, right in zip(self.columns, numeric, strict=True))
         body = "".join(self._html_row(index, row, numeric) for index, row in enumerate(self.rows))
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        return f'<table class="mathjax_ignore">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        rows = f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        return f'<style>{PRINT_STYLE}</style><table class="mathjax_ignore kit-table">{rows}</table>'
 
     def _html_row(self, index: int, row: Sequence[Any], numeric: Sequence[bool]) -> str:
         style = f' style="color:{HTML_COLOURS[self.marks[index]]}"' if index in self.marks else ""
@@ -208,7 +211,8 @@ def _bundle(parts: Sequence[Part]) -> dict[str, str]:
 
 def _html_part(part: Part) -> str:
     if isinstance(part, str):
-        return f'<pre style="white-space:pre-wrap;margin:0.3em 0">{html.escape(part)}</pre>'
+        style = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;margin:0.3em 0"  # nbconvert breaks words
+        return f'<pre style="{style}">{html.escape(part)}</pre>'
     return part.html() if isinstance(part, Table) else part.img()
 
 

@@ -23,6 +23,7 @@ FIRST_PICTURE = 1.5  # seconds until the first one that is not quick: drawing it
 COMPLETE_EVERY = 4  # every fourth update sends a panel with all its points, for a page that has missed an update
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTHING = {"text/plain": ""}
+NO_MANAGER = "A live view needs a front end that shows Jupyter widgets. The picture above is renewed every 10 s."
 MimeData = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -75,7 +76,7 @@ class CellOutputs:
             self._widget.delta = delta(before, now, turn % panels if rest == 0 else -1)
         view_of_widget = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
         while self._without_widget:
-            publish(self._without_widget.pop(), {WIDGET: view_of_widget} | NOTHING, update=True)
+            publish(self._without_widget.pop(), {WIDGET: view_of_widget, "text/plain": NO_MANAGER}, update=True)
 
     def give_up_live(self) -> None:
         """Show only pictures from now on, and a new one at once."""

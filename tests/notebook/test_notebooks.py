@@ -172,6 +172,9 @@ def browser():
         browser.close()
 
 
+A4 = round((210 - 20) / 25.4 * 96)  # CSS pixels between margins of 10 mm
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.browser
@@ -194,6 +197,10 @@ def test_figures_are_visible_without_javascript_or_network(demo, browser, tmp_pa
             f"{name}: hidden or cut: {boxes}"
         )
         shown[name] = len(boxes)
+        page.emulate_media(media="print")
+        page.set_viewport_size({"width": A4, "height": 1000})
+        boxes = [table.bounding_box() for table in page.locator(".jp-OutputArea table").all()]
+        assert all(box["x"] + box["width"] <= A4 for box in boxes), f"{name}: a table is cut on paper"
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert all(shown[name] >= count for name, count in SHOWN.items()), shown
 

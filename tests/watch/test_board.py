@@ -38,6 +38,7 @@ from kit.watch import alerts, background, status
 from kit.watch import board as board_module
 from kit.watch.board import NO_CELL, watch
 from kit.watch.hardware import heat_maps
+from kit.watch.live import NO_MANAGER
 from kit.watch.picture import as_json, chart_as_json, delta
 from tests.conftest import until
 from tests.watch.test_online import KEY
@@ -556,6 +557,7 @@ def test_jupyterlab_gets_a_picture_and_a_live_view_and_keeps_the_picture(tmp_pat
         said = shown(client, "import time; time.sleep(4)", "cell-2", everyone=True)
         (made,) = [content for kind, content in said if view in content["data"]]
         assert made["transient"] == live["transient"]
+        assert made["data"]["text/plain"] == NO_MANAGER
         assert any(
             "image/png" in content["data"] and content["transient"] == picture["transient"] for _, content in said
         )
