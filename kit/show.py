@@ -211,9 +211,14 @@ def _bundle(parts: Sequence[Part]) -> dict[str, str]:
 
 def _html_part(part: Part) -> str:
     if isinstance(part, str):
-        style = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;margin:0.3em 0"  # nbconvert breaks words
-        return f'<pre style="{style}">{html.escape(part)}</pre>'
+        return html_text(part)
     return part.html() if isinstance(part, Table) else part.img()
+
+
+def html_text(text: str) -> str:
+    """Text as an HTML fragment, whose lines end between words; the style of <pre> in notebooks ends them anywhere."""
+    style = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;margin:0.3em 0"
+    return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
 def _html_cell(tag: str, text: str, right: bool) -> str:

@@ -70,11 +70,9 @@ class Preview(Result):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         documents = groupby(self.spans, key=lambda span: span.document)
         body = DOCUMENT_LINE.join("".join(map(_html_span, spans)) for _, spans in documents)
-        page = (
-            f"<div>{html.escape(self._headline())}</div>"
-            f'<pre style="white-space:pre-wrap;font-size:12px">{body}</pre>'  # MathJax reads $ in a <div> as math
-        )
-        return {"text/html": page, "text/plain": str(self)}
+        style = "white-space:pre-wrap;word-break:normal;font-size:12px"
+        row = f'<pre style="{style}">{body}</pre>'  # MathJax reads $ in a <div> as math
+        return {"text/html": f"<div>{html.escape(self._headline())}</div>{row}", "text/plain": str(self)}
 
 
 def _marked(span: Span) -> str:

@@ -81,7 +81,7 @@ class Canvas:
         upper = f"M{x0:.1f} {top0:.1f}C{middle:.1f} {top0:.1f} {middle:.1f} {top1:.1f} {x1:.1f} {top1:.1f}"
         low0, low1 = top0 + height, top1 + height
         back = f"v{height:.1f}C{middle:.1f} {low1:.1f} {middle:.1f} {low0:.1f} {x0:.1f} {low0:.1f}z"
-        self._body.append(f'<path d="{upper}{back}" fill="{colour}" fill-opacity="0.35"/>')
+        self._body.append(f'<path d="{upper}{back}" fill="{colour}" fill-opacity="0.2"/>')
 
     def legend(self, colours: Mapping[str, str], limit: str = "") -> float:
         """Coloured names below the title, and a dashed sign for the limit; returns where the plot may begin."""

@@ -15,7 +15,7 @@ from kit.forecast.fit import Memory, memory
 from kit.forecast.paths import describe
 from kit.forecast.shape import Shape, load_shape
 from kit.forecast.steptime import Sizes, Storage, Time, storage_of, time_of
-from kit.show import Part, Result, format_count, format_duration
+from kit.show import Part, Result, format_bytes, format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,9 @@ class Prediction(Result):
         """Verdict, memory by phase, time, storage and warnings."""
         yield from self._memory_parts()
         yield from self._time_parts()
-        stored = self.storage
-        yield (
-            f"Storage: checkpoint {stored.checkpoint_gb:.3g} GB, adapter {stored.adapter_gb:.3g} GB, "
-            f"merged model {stored.merged_gb:.3g} GB"
-        )
+        sizes = (self.storage.checkpoint_gb, self.storage.adapter_gb, self.storage.merged_gb)
+        checkpoint, adapter, merged = (format_bytes(1e9 * size) for size in sizes)
+        yield f"Storage: checkpoint {checkpoint}, adapter {adapter}, merged model {merged}"
         yield f"Numbers hold for: {self.path}"
         yield from (f"Chosen: {choice}" for choice in self.choices)
         yield from (f"Note: {note}" for note in self.notes)

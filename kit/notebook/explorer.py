@@ -20,7 +20,7 @@ from kit.forecast import tune
 from kit.forecast.explore import Setting
 from kit.forecast.gpus import GPU_TYPES
 from kit.forecast.timing import Prediction
-from kit.show import HTML_COLOURS, Mark, Part, Result, format_duration, has_widgets, in_lab
+from kit.show import HTML_COLOURS, Mark, Part, Result, format_duration, has_widgets, html_text, in_lab
 from kit.slurm.launch import check_settings, compiler_here
 from kit.watch.display import publish
 
@@ -196,7 +196,7 @@ def mime_data(make: Callable[[Setting], Any], setting: Setting) -> tuple[dict[st
     if isinstance(made, Figure):
         return made._repr_mimebundle_()
     if isinstance(made, str):
-        return {"text/html": f'<pre style="white-space:pre-wrap">{html.escape(made)}</pre>', "text/plain": made}, {}
+        return {"text/html": html_text(made), "text/plain": made}, {}
     return made._repr_mimebundle_(), {}
 
 
