@@ -222,8 +222,8 @@ def html_text(text: str) -> str:
 
 
 def _html_cell(tag: str, text: str, right: bool) -> str:
-    side = "right" if right else "left"
-    return f'<{tag} style="text-align:{side};vertical-align:top;white-space:pre-wrap">{html.escape(text)}</{tag}>'
+    side, space = ("right", "nowrap" if tag == "td" else "normal") if right else ("left", "pre-wrap")
+    return f'<{tag} style="text-align:{side};vertical-align:top;white-space:{space}">{html.escape(text)}</{tag}>'
 
 
 def is_number(value: Any) -> bool:

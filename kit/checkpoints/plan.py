@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
-from kit.show import Gigabytes, Part, Result, Table, format_duration
+from kit.show import Gigabytes, Part, Result, Table, format_bytes, format_duration
 from kit.slurm.run import Run
 from kit.watch.metrics import Metrics
 from kit.watch.series import Series
@@ -21,16 +21,16 @@ RESTORE_GB_S = {  # of published set-ups: Oracle's mount targets (80 Gb/s each, 
     "25 GbE": 3, "BeeGFS hot tier, one node (2 to 4 GB/s)": 3, "one 80 Gb/s mount target, or a RAID of NVMe": 10,
     "NFS over 100 GbE": 12, "four 80 Gb/s mount targets": 40, "eight NVMe drives": 50,
 }  # fmt: skip
-_SHARDED = "each of {ranks} ranks writes {rank_gb:.3g} GB, then rank 0 writes .metadata; a restart reads all of it once"
+_SHARDED = "each of {ranks} ranks writes {rank}, then rank 0 writes .metadata; a restart reads all of it once"
 _ZERO = "rank 0 writes the weights, each of {ranks} ranks its part of the optimizer; a restart reads the same"
 IO_PATTERNS = {
-    "ddp": "rank 0 writes {gb:.3g} GB while the others wait; at a restart each of {ranks} ranks reads all of it",
+    "ddp": "rank 0 writes {all} while the others wait; at a restart each of {ranks} ranks reads all of it",
     "fsdp1": _SHARDED,
     "fsdp2": _SHARDED,
-    "hybrid": "{node_ranks} ranks, one replica, write {node_rank_gb:.3g} GB each; at a restart all replicas read it",
+    "hybrid": "{node_ranks} ranks, one replica, write {node_rank} each; at a restart all replicas read it",
     "zero1": _ZERO,
     "zero2": _ZERO,
-    "zero3": "each of {ranks} ranks writes {rank_gb:.3g} GB; a restart with another number of ranks gathers them first",
+    "zero3": "each of {ranks} ranks writes {rank}; a restart with another number of ranks gathers them first",
 }
 
 
@@ -234,11 +234,11 @@ def _io_pattern(recipe: Recipe, gb: float) -> str:
     parallel = recipe.parallel
     pattern = IO_PATTERNS["hybrid" if parallel.sharding == "hybrid" else parallel.strategy]
     return pattern.format(
-        gb=gb,
+        all=format_bytes(1e9 * gb),
         ranks=recipe.world_size,
-        rank_gb=gb / recipe.world_size,
+        rank=format_bytes(1e9 * gb / recipe.world_size),
         node_ranks=parallel.gpus_per_node,
-        node_rank_gb=gb / parallel.gpus_per_node,
+        node_rank=format_bytes(1e9 * gb / parallel.gpus_per_node),
     )
 
 

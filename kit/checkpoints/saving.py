@@ -16,7 +16,7 @@ from kit.checkpoints.processes import fresh_ranks, join
 from kit.checkpoints.storage import mount
 from kit.errors import InputError
 from kit.forecast.timing import predict
-from kit.show import Part, Result, Table, progress_bar
+from kit.show import Gigabytes, Part, Result, Table, progress_bar
 from kit.slurm.run import Run
 
 _TENSORS, _COLUMNS, _FP32 = 64, 4096, 4
@@ -68,10 +68,12 @@ class SaveTimes(Result):
 
     def parts(self) -> Iterable[Part]:
         """A table of the methods, and one of the run's own saves."""
-        columns = ("method", "ranks", "GB", "blocks training for", "on disk after", "GB/s", "storage")
-        yield Table(columns, [
-            (t.method.value, t.ranks, t.gb, str(t.blocked_s), str(t.durable_s), t.gb_s, t.mount) for t in self.methods
-        ])  # fmt: skip
+        columns = ("method", "ranks", "size", "blocks training for", "on disk after", "GB/s", "storage")
+        rows = [
+            (t.method.value, t.ranks, Gigabytes(t.gb), str(t.blocked_s), str(t.durable_s), t.gb_s, t.mount)
+            for t in self.methods
+        ]
+        yield Table(columns, rows)
         if self.run_blocked_s:
             yield Table(("save of the run at step", "blocked training for, s"), list(self.run_blocked_s.items()))
 

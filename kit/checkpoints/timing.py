@@ -18,7 +18,7 @@ from kit.checkpoints.processes import fresh_ranks
 from kit.checkpoints.storage import PlainReads, mount
 from kit.checkpoints.weights import read_headers
 from kit.errors import InputError, KitError
-from kit.show import Part, Result, Table, progress_bar
+from kit.show import Gigabytes, Part, Result, Table, progress_bar
 
 
 class CacheState(StrEnum):
@@ -117,7 +117,7 @@ class LoadTimes(Result):
             "page cache": time.label.value,
             "call, s": time.call_s,
             "every page touched, s": time.touched_s,
-            "GB": time.wanted_gb,
+            "size": Gigabytes(time.wanted_gb),
             "bytes read per wanted byte": time.amplification,
             "of plain reads": f"{time.of_reference:.0%}",
             "storage": time.mount,

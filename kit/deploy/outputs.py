@@ -125,7 +125,8 @@ class CheckpointSet(Result):
         if not self.adapter.exists():
             return Answer({}, "There is no exported adapter.")
         replies = generate.answers(self.adapter, prompt)
-        table = Table(("the base answers", "with the adapter"), [(replies["base"], replies["adapter"])], f"> {prompt}")
+        shown = [replies[name].strip() or "(no text)" for name in ("base", "adapter")]
+        table = Table(("the base answers", "with the adapter"), [shown], f"> {prompt}")
         return Answer({"prompt": prompt, "base": replies["base"], "reply": replies["adapter"]}, table)
 
     def merged_answer(self, prompt: str) -> Answer:

@@ -20,7 +20,7 @@ from kit.watch.hardware import KINDS, MapPicture
 from kit.watch.panels import Header
 from kit.watch.view import MINUTES
 
-WIDTH, COLUMN, PANEL = 960, 490, 230  # pixels
+WIDTH, COLUMN, PANEL = 820, 420, 230  # pixels; so wide is a cell in a window of 1,000 pixels
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_POINTS = 32
 
@@ -42,7 +42,7 @@ def svg(
     for head in headers:
         body += f'<circle cx="6" cy="{y - 5}" r="5" fill="{head.colour}"/>'
         body += f'<text x="18" y="{y}" font-size="15" font-weight="600" fill="{INK}">{escape(head.title)}</text>'
-        for line in textwrap.wrap(head.status, 150) + textwrap.wrap(head.verdict, 150):
+        for line in textwrap.wrap(head.status, 125) + textwrap.wrap(head.verdict, 125):
             y += 18
             body += f'<text y="{y}" fill="{INK}">{escape(line)}</text>'
         y += 10
@@ -51,7 +51,7 @@ def svg(
         y += 28
     for warning in warnings:
         body += f'<path d="M1 {y - 1}h10l-5 -9z" fill="{BAD}"/>'
-        for line in textwrap.wrap(warning, 140):
+        for line in textwrap.wrap(warning, 120):
             body += f'<text x="18" y="{y}" fill="{BAD}">{escape(line)}</text>'
             y += 18
     y -= 4
@@ -76,7 +76,7 @@ def _panels(charts: Sequence[Chart], top: int) -> tuple[str, int]:
     for index, chart in enumerate(charts):
         row, column = divmod(index, 2)
         place = f"translate({column * COLUMN} {top + row * PANEL})"
-        body += f'<g transform="{place}">{chart.svg(height=PANEL - 10)}</g>'
+        body += f'<g transform="{place}">{chart.svg(COLUMN - 20, PANEL - 10)}</g>'
     return body, top + PANEL * math.ceil(len(charts) / 2)
 
 
