@@ -85,7 +85,7 @@ def _parse_bulk(data: bytes) -> Columns | None:
 
 
 def _columns(table: "pyarrow.Table") -> Columns | None:
-    times, hosts = _numbers(_whole(table["t"])), _whole(table["host"])
+    times, hosts = _numbers(_one_array(table["t"])), _one_array(table["host"])
     host = hosts[0].as_py()
     if not (isinstance(host, str) and _repeats(hosts, 1) and np.isfinite(times).all()):
         return None
@@ -99,10 +99,10 @@ def _columns(table: "pyarrow.Table") -> Columns | None:
 
 
 def _of_node(table: "pyarrow.Table") -> Iterator[tuple[tuple[str, str], Floats]]:
-    yield (CPU, "util"), _numbers(_whole(table["cpu"]))
-    yield (CPU, "mem_gib"), _numbers(_whole(table["ram_gib"]))
+    yield (CPU, "util"), _numbers(_one_array(table["cpu"]))
+    yield (CPU, "mem_gib"), _numbers(_one_array(table["ram_gib"]))
     for traffic in TRAFFIC:
-        rates_of = _whole(table[traffic])
+        rates_of = _one_array(table[traffic])
         if rates_of.null_count < len(table):
             for way, rates in zip(rates_of.type, rates_of.flatten(), strict=True):
                 yield (CPU, f"{traffic}_{way.name}"), _numbers(rates)
@@ -110,7 +110,7 @@ def _of_node(table: "pyarrow.Table") -> Iterator[tuple[tuple[str, str], Floats]]
 
 def _of_gpus(table: "pyarrow.Table") -> Iterator[tuple[tuple[int | str, str], Floats]]:
     """Readings of each GPU. Raises ValueError where its place among the GPUs changes."""
-    lists = _whole(table["gpus"])
+    lists = _one_array(table["gpus"])
     counts, gpus = np.diff(np.from_dlpack(lists.offsets)), lists.values
     count = int(counts[0])
     if not len(gpus):
@@ -133,7 +133,7 @@ def _repeats(values: Any, period: int) -> bool:
     return bool(values[:-period].equals(values[period:]))
 
 
-def _whole(column: Any) -> Any:
+def _one_array(column: Any) -> Any:
     """A column as one array."""
     import pyarrow
 
