@@ -103,7 +103,7 @@ class Tail:
         return self._offset
 
     def poll(self, size: int = READ) -> list[Record]:
-        """The records in so many bytes, of whole blocks. Raises KitError for another file, OSError if unreadable."""
+        """The records in the next `size` bytes. Raises KitError if the file is not a W&B log, OSError if unreadable."""
         base, data, age = self._read(size)
         if len(data) < 7:
             return []
