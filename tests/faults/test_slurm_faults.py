@@ -79,7 +79,7 @@ def in_processes(code, *words, count):
 
 def test_the_death_of_the_jobs_script_is_its_cause(launch):
     with fault("SIGKILL of the job's script"):
-        run = started(launch("sleep 100"))
+        run = started(launch("sleep 600"))
         script_of(run).kill()
         end = run.wait(timeout=60)
         assert end.state == "FAILED" and "script was killed" in end.cause, str(end)
@@ -125,7 +125,7 @@ def test_a_job_survives_daemons_that_are_killed_and_started(live_slurm, launch):
 
 def test_of_two_commands_at_once_one_acts(launch):
     with fault("two requeues at once"):
-        run = launch("sleep 100")
+        run = launch("sleep 600")
         started(run).cancel()
         run.wait(timeout=60)
         done = in_processes(["-m", "kit.cli"], "requeue", str(run.path), count=2)
@@ -153,7 +153,7 @@ print(Run(Path(sys.argv[1])).state.state)
 @pytest.mark.parametrize("ahead", [3600, -3600, -86400, 30 * 86400])
 def test_the_clock_of_the_asking_machine_changes_no_state(launch, ahead):
     with fault(f"a clock that is {ahead} s ahead"):
-        run = started(launch("sleep 100"))
+        run = started(launch("sleep 600"))
         ((code, said),) = in_processes(["-c", OTHER_CLOCK.format(ahead=ahead)], str(run.path), count=1)
         assert (code, said.strip()) == (0, "RUNNING")
         assert (run.state.state, run.state.confidence) == ("RUNNING", "high")
@@ -179,7 +179,7 @@ def test_commands_of_many_processes_at_once_are_all_answered(launch, one_node, t
         assert len({run.job_id for run in made}) == len({run.path for run in made}) == STARTED_AT_ONCE
         assert {run.wait(timeout=100).exit_code for run in made} == {3}
     with fault("questions at once"):
-        run = started(launch("sleep 100"))
+        run = started(launch("sleep 600"))
         done = in_processes(["-m", "kit.cli"], "state", str(run.path), count=2 * STARTED_AT_ONCE)
         assert all(code == 0 and "RUNNING" in text for code, text in done), done
         lines = run.state_folder.ledger.read_text().splitlines()
@@ -189,7 +189,7 @@ def test_commands_of_many_processes_at_once_are_all_answered(launch, one_node, t
 
 def test_damaged_runs_beside_a_running_one_change_nothing_for_it(launch, one_node, recipe, tmp_path):
     with fault("damaged run folders beside a run"):
-        run = started(launch("sleep 100"))
+        run = started(launch("sleep 600"))
         damaged = [ended(Run.create(recipe, one_node, tmp_path, "digest")) for _ in DAMAGES]
         for damage, other in zip(DAMAGES.values(), damaged, strict=True):
             damage(other)
