@@ -132,11 +132,12 @@ def test_the_best_entries_have_the_same_colours_in_both_figures():
         Entry(f"n{n}", "notebook", "COMPLETED", {}, {"loss": [9.0, float(n)], "eval_loss": [8.0, float(n)]}, 1.0, 0)
         for n in range(9)
     ]
-    drawn = [Comparison(entries).losses(split).plotly_dict()["data"] for split in ("train", "eval")]
+    figures = [Comparison(entries).losses(split) for split in ("train", "eval")]
+    drawn = [figure.plotly_dict()["data"] for figure in figures]
     colours = [{line["name"]: line["line"]["color"] for line in lines} for lines in drawn]
     expected = [*COLOURS[:5], *[COLOURS[5]] * 4]
     assert colours[0] == colours[1] == dict(zip([f"n{n}" for n in range(9)], expected, strict=True))
-    assert drawn[1][3]["y"] == [8.0, 3.0]
+    assert figures[1].chart.drawn()[3].y.tolist() == [8.0, 3.0]
 
 
 def test_two_entries_with_the_same_setting_are_two_lines():
