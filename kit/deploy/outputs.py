@@ -20,6 +20,11 @@ from kit.errors import InputError, KitError
 from kit.show import Answer, Gigabytes, Mark, Part, Result, Table
 from kit.slurm.run import Run
 
+NO_ADAPTER = (
+    "A full fine-tune has no adapter: its checkpoint is the model, and kit checkpoint export RUN OUT writes it in "
+    "Hugging Face's format."
+)
+
 
 @dataclass(frozen=True)
 class CheckpointSet(Result):
@@ -97,7 +102,7 @@ class CheckpointSet(Result):
         Raises InputError for a full fine-tune, KitError as `kit.deploy.adapter.export` does.
         """
         if self.run.recipe.tuning.method == "full":
-            raise InputError("A full fine-tune has no adapter: its checkpoint is the model.")
+            raise InputError(NO_ADAPTER)
         return export(self.newest, out or self.adapter, name, progress)
 
     def merge(
@@ -115,7 +120,7 @@ class CheckpointSet(Result):
     def exported(self) -> Result:
         """The exported adapter's inspection, exported first where needed; a full fine-tune has no adapter."""
         if self.run.recipe.tuning.method == "full":
-            return Answer({}, "A full fine-tune has no adapter: its checkpoint is the model.")
+            return Answer({}, NO_ADAPTER)
         if not self.adapter.exists():
             self.export()
         return inspection.inspect(self.adapter, values=True)
