@@ -70,7 +70,7 @@ def test_the_command_prints_how_long_a_save_blocks_and_when_it_is_on_disk(tmp_pa
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "blocks training for" in printed and "on disk after" in printed
-    assert re.search(r"sharded +1 +0\.01 +[\d.]+ s \(", printed)
+    assert re.search(r"sharded +1 +[\d.]+ MB +[\d.]+ m?s \(", printed)
     assert main([*words, "--ranks", "1,2", "--json"]) == 0
     assert [m["ranks"] for m in json.loads(capsys.readouterr().out)["methods"]] == [1, 2]
 
