@@ -1,5 +1,6 @@
 """Exactly one job for each run folder, whoever submits it, how often, and wherever the submitting process is killed."""
 
+import contextlib
 import json
 import os
 import random
@@ -52,6 +53,9 @@ def fork(act, *ready, group=False):
     """Run `act` in a child process, once the other end of the pipe `ready` is closed. Exit code 3: KitError."""
     child = os.fork()
     if child:
+        if group:
+            with contextlib.suppress(OSError):  # it has done so itself, and may have ended
+                os.setpgid(child, child)
         return child
     code = 1
     try:

@@ -52,7 +52,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_that_the_save_had_w
 ):
     job = recipe.override(**FULL | {"model.name": str(base_model("tied", tiny)), "schedule.save": "async"})
     run = Run.create(job, local, tmp_path, "d")
-    with pytest.raises(AssertionError, match=r"exit codes \[-9, -9\]"):
+    with pytest.raises(AssertionError, match=r"exit codes \[-?\d+, -9\]"):
         train_ranks(job, run.path, {"dies_at": 4})
     assert json.loads((run.path / "killed.json").read_text()) is True
     killed = run.path / "checkpoints" / "checkpoint-4"
