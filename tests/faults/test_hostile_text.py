@@ -52,6 +52,21 @@ def test_text_of_a_profile_reaches_the_job_as_it_is(recipe, local, tmp_path, nam
     assert not list(tmp_path.rglob("executed"))
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("kind", "word"), [("apptainer", "{}"), ("pyxis", "--container-image={}")])
+def test_the_name_of_an_image_reaches_srun_as_it_is(recipe, local, tmp_path, kind, word, name):
+    image = replace(local.slurm.container, kind=kind, image=COMMANDS[name])
+    script = render_script(
+        Run.create(recipe, replace(local, slurm=replace(local.slurm, container=image)), tmp_path, "digest")
+    )
+    end = "' &\nstep=$!"
+    step = script[script.index("KIT_KEY=$key srun") : script.index(end) + len(end)]
+    shown = 'srun() { printf "%s\\n" "$@"; }\nkey=secret\n' + step + "\nwait\n"
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert word.format(COMMANDS[name]) in done.stdout.splitlines()
+    assert not list(tmp_path.rglob("executed"))
+
+
 class Executed:
     """Runs a command where it is unpickled without restrictions."""
 
