@@ -130,7 +130,7 @@ class Parallel:
                 )
         if self.expert > 1 and self.expert % self.tensor:
             raise ValueError(
-                f"expert is {self.expert}, which is no multiple of tensor {self.tensor}: experts are split over all "
+                f"expert is {self.expert}, which is not a multiple of tensor {self.tensor}: experts are split over all "
                 "groups of the ranks that split a layer."
             )
         return self
@@ -327,12 +327,12 @@ class Recipe:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that train on rows of their own: those that split a layer by parallel.tensor count as one."""
+        """Ranks that train on different rows: ranks that split a layer by parallel.tensor count as one."""
         return self.world_size // self.parallel.tensor
 
     @property
     def batch(self) -> int:
-        """Rows of an optimizer step: ranks with rows of their own x micro batch x accumulation."""
+        """Rows of an optimizer step: ranks with different rows x micro batch x accumulation."""
         return self.data_ranks * self.schedule.micro_batch * self.schedule.grad_accum
 
     def optimizer_steps(self, rows: int) -> int:

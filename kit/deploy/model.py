@@ -41,8 +41,8 @@ def export_model(source: Path, out: Path, dtype: str = "", progress: bool = Fals
     """Write a new model folder from a run's newest complete checkpoint, or from a checkpoint-N folder of a run.
 
     dtype: of the weights; empty: the recipe's model.dtype. This process holds all of it in memory meanwhile.
-    Raises InputError where the run is no full fine-tune, and KitError, and leaves nothing, where a tensor is missing or
-    holds NaN or infinity.
+    Raises InputError where the run is not a full fine-tune, and KitError, leaving nothing, where a tensor is missing
+    or holds NaN or infinity.
     """
     is_run = (source / "run.json").is_file()
     run = Run(source if is_run else source.resolve().parent.parent)

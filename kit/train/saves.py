@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kit.config.recipe import Recipe
 from kit.errors import InputError, KitError
 from kit.show import count
 from kit.slurm.folder import RunFolder
+from kit.train import patches
 
 READ_BACK_LIMIT = 8e9  # bytes; rank 0 reads about 1 GB/s while the other ranks wait
 
@@ -55,6 +56,17 @@ def record_ranks(path: Path, accelerator: Any, arguments: Any, tensor: int = 1) 
     ranks = accelerator.num_processes
     rows = ranks // tensor * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     SavedBy(ranks, rows, reshards=plugin is not None and plugin.fsdp_version == 2).write(path)
+
+
+@contextlib.contextmanager
+def shards_saved_from_the_gpu(accelerator: Any) -> Iterator[None]:
+    """Saves in the block read the shards of FSDP2 where they are. accelerator: accelerate's."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
+    patches.save_shards_from_the_gpu(plugin, True)
+    try:
+        yield
+    finally:
+        patches.save_shards_from_the_gpu(plugin, False)
 
 
 def finish_checkpoint(path: Path, model: Any, values: bool = False) -> None:

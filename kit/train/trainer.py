@@ -37,7 +37,7 @@ from kit.train.isolation import check_isolation
 from kit.train.load import LogLoad, lora_config, prepare_base
 from kit.train.output import write_durably
 from kit.train.pace import Pace, Wait, Waits
-from kit.train.saves import check_finite, finish_checkpoint, record_ranks, resume_point
+from kit.train.saves import check_finite, finish_checkpoint, record_ranks, resume_point, shards_saved_from_the_gpu
 from kit.train.shards import ShardedBase
 from kit.train.split import SplitSaves
 from kit.trainers.trl import shards
@@ -160,11 +160,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         if self.is_world_process_zero():
             record_ranks(path, self.accelerator, args, self.get_tp_size())
         keep, args.save_total_limit = args.save_total_limit, None
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        patches.save_shards_from_the_gpu(plugin, True)
-        with saves.hold_back(self.state) if saves else nullcontext():
+        with shards_saved_from_the_gpu(self.accelerator), saves.hold_back(self.state) if saves else nullcontext():
             super()._save_checkpoint(model, trial)
-        patches.save_shards_from_the_gpu(plugin, False)
         args.save_total_limit = keep
         PartialState().wait_for_everyone()
         if self.is_world_process_zero():

@@ -237,8 +237,8 @@ class Metrics(Store):
     nodes/<host>.jsonl; without these files, from wandb's system metrics.
 
     The first look reads a little of the beginning and of the end of each file, so that `line`, `last`, `nodes` and
-    `exit_code` are up to date at once, while `series` fill from the beginning. Raises InputError where there is no such
-    folder or file.
+    `exit_code` are up to date at once, while `series` fill from the beginning. Raises InputError where the folder
+    or file does not exist.
     """
 
     def __init__(self, place: str | Path) -> None:

@@ -86,7 +86,7 @@ def test_a_copy_with_a_bad_value_is_refused_as_well(tmp_path):
         ({"parallel.expert": 3, "parallel.gpus_per_node": 8}, ["expert is 3", "divide gpus_per_node, which is 8"]),
         (
             {"parallel.gpus_per_node": 8, "parallel.tensor": 4, "parallel.expert": 2},
-            ["expert is 2, which is no multiple of tensor 4"],
+            ["expert is 2, which is not a multiple of tensor 4"],
         ),
     ],
 )

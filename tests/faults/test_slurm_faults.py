@@ -188,7 +188,7 @@ def test_commands_of_many_processes_at_once_are_all_answered(launch, one_node, t
 
 
 def test_damaged_runs_beside_a_running_one_change_nothing_for_it(launch, one_node, recipe, tmp_path):
-    with fault("damaged run folders beside a run"):
+    with fault("damaged run folders next to a live run"):
         run = started(launch("sleep 600"))
         damaged = [ended(Run.create(recipe, one_node, tmp_path, "digest")) for _ in DAMAGES]
         for damage, other in zip(DAMAGES.values(), damaged, strict=True):
