@@ -46,6 +46,8 @@ def export_model(source: Path, out: Path, dtype: str = "", progress: bool = Fals
     """
     is_run = (source / "run.json").is_file()
     run = Run(source if is_run else source.resolve().parent.parent)
+    if not (run.path / "run.json").is_file():
+        raise InputError(f"{source} is neither a run nor a checkpoint in the folder checkpoints/ of a run.")
     if run.recipe.tuning.method != "full":
         raise InputError(f"{run.path} trains an adapter: see kit adapter export and kit adapter merge.")
     checkpoint = newest_complete(run) if is_run else source

@@ -9,10 +9,11 @@ import torch
 import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from transformers import TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
 from kit.checkpoints.inspect import complete, inspect
 from kit.checkpoints.sharded import load_sharded
+from kit.deploy.model import export_model
 from kit.errors import InputError, KitError
 from kit.slurm.run import Run
 from kit.train.background import BackgroundSaves
@@ -41,6 +42,9 @@ def test_a_checkpoint_of_the_background_holds_its_step_though_training_went_on(r
         for part in ("pytorch_model_fsdp_0", "optimizer_0"):
             ours, theirs = (load_sharded(folder / part) for folder in folders)
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    export_model(run.path, tmp_path / "model", dtype="float32")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert sum(parameter.double().sum().item() for parameter in exported.parameters()) == background["sum"]
     newest = run.path / "checkpoints" / "checkpoint-6"
     (newest / "trainer_state.json").rename(newest / "trainer_state.json.pending")  # as when it was killed while writing
     assert resume_point(run, lambda text: None) == str(newest.with_name("checkpoint-4"))

@@ -81,3 +81,6 @@ def test_a_run_that_trains_adapters_has_no_model_to_export(recipe, local, tmp_pa
     run = forked.freeze(recipe, local)
     with pytest.raises(InputError, match="trains an adapter: see kit adapter export"):
         export_model(run.path, tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(InputError, match="elsewhere is neither a run nor a checkpoint"):
+        export_model(tmp_path / "elsewhere", tmp_path / "model")
