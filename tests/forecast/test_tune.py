@@ -6,10 +6,12 @@ import pytest
 
 from kit.config.cluster import Cluster, Nodes
 from kit.config.recipe import Recipe
+from kit.files import read_json
 from kit.forecast.timing import predict
 from kit.forecast.tune import setting, tune
 from kit.slurm.launch import check
 from tests.forecast.test_timing import H100, LLAMA_8B, h100s, measured, recipe
+from tests.truth import blind, measure
 
 
 def sweep(model: str, method: str) -> dict[tuple[object, ...], tuple[Recipe, float]]:
@@ -33,6 +35,30 @@ def test_what_it_picks_is_within_five_percent_of_the_best_of_a_measured_sweep(mo
     picked = tune(start, h100s())[0]
     seconds = swept[tuple(setting(picked.recipe).values())][1]
     assert min(s for _, s in swept.values()) / seconds >= 0.95
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-1.5B"])
+def test_on_the_compiled_path_what_it_picks_is_within_five_percent_of_the_best_as_well(model):
+    """Six settings of each model on one H200; the fastest ones are compiled and recompute nothing."""
+    whole = {row["what"]["micro_batch"]: row["truth"] for row in blind.THIRD.rows() if _is_swept(row["what"], model)}
+    start = next(
+        measure.recipe_of(entry["case"])
+        for entry in read_json(blind.FOLDER / "blind_third.json")
+        if entry["case"]["shape"] == model and entry["case"]["gpus"] == 1
+    )
+    open_choices = {"schedule.max_steps": 1000, "parallel.compile": "auto", "model.attention": "auto"}
+    cluster = dataclasses.replace(blind.H200, nodes=dataclasses.replace(blind.H200.nodes, gpus=1))
+    picked = tune(start.override(**open_choices), cluster)[0]
+    assert picked.compiled and not picked.recipe.parallel.recomputes
+    seconds = {micro_batch: float(truth["step_s"]) for micro_batch, truth in whole.items()}
+    assert min(seconds.values()) / seconds[str(picked.recipe.schedule.micro_batch)] >= 0.95
+
+
+def _is_swept(what, model):
+    """Whether a row is one of the compiled settings of the sweep, whose step has eight rows."""
+    rows = int(what["micro_batch"]) * int(what["grad_accum"])
+    compiled = (what["compile"], what["checkpointing"]) == ("on", "False")
+    return (what["model"], what["gpus"], rows) == (model, "1", 8) and compiled
 
 
 def test_every_choice_keeps_the_batch_fits_and_can_be_launched():
