@@ -161,11 +161,13 @@ def load_tokenizer(name: str) -> Any:
     return Loader.from_pretrained(folder, local_files_only=True)
 
 
-def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 0) -> Any:
+def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 0, weights: str = "") -> Any:
     """A causal LM on the CPU, with transformers' default attention unless one is named.
 
     A name that ends in .json gives random weights of that shape, seeded. Every rank creates all of them: accelerate
-    maps optimizer parameters by address, and meta tensors have none. Raises InputError where the model is not found.
+    maps optimizer parameters by address, and meta tensors have none. weights: another folder to read them from; the
+    config.json there is not used, as one that names a pad token stops the training of that token's embedding.
+    Raises InputError where the model is not found, or tensors are missing in its files.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -173,8 +175,15 @@ def load_model(name: str, dtype: Any, attention: str | None = None, seed: int = 
 
     folder, kind = source(name), {"dtype": dtype, "attn_implementation": attention}
     disable_progress_bar()
-    if not name.endswith(".json"):
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kind)
+    if weights or not name.endswith(".json"):
+        options = kind | {"config": AutoConfig.from_pretrained(folder), "local_files_only": True}
+        model, found = AutoModelForCausalLM.from_pretrained(weights or folder, output_loading_info=True, **options)
+        if missing := sorted(found["missing_keys"]):
+            raise InputError(
+                f"{weights or folder} lacks {len(missing)} of the tensors that {folder}/config.json describes, such as "
+                f"{missing[0]}: copy the model again, or correct config.json."
+            )
+        return model
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of normals take minutes on a CPU
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)

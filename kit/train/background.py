@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from transformers import TrainerCallback
 
@@ -17,6 +18,41 @@ from kit.checkpoints.inspect import TRAINER_STATE
 
 PENDING = f"{TRAINER_STATE}.pending"
 FOLDERS = 2  # of a checkpoint, each written by one save: weights, and optimizer
+
+
+class Copies(AsyncStager):
+    """Copies of a state dict in host memory, made by a thread into the memory of the copy before.
+
+    torch's DefaultStager does so as well, but that of torch 2.11 frees the memory after its first copy, and fails at
+    the second one with KeyError.
+    """
+
+    def __init__(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        self.stager = StateDictStager(pin_memory=on_gpu, share_memory=False)
+        self.stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.thread = ThreadPoolExecutor(1)
+
+    def stage(self, state_dict: Any, **kwargs: Any) -> Future[Any]:
+        """Start the copy; its stream does not wait for work that was given to the GPU before."""
+        return self.thread.submit(self._copy, state_dict)
+
+    def _copy(self, state_dict: Any) -> Any:
+        if self.stream is None:
+            return self.stager.stage(state_dict, non_blocking=False)
+        with torch.cuda.stream(self.stream):
+            copied = self.stager.stage(state_dict, non_blocking=True)
+        self.stream.synchronize()
+        return copied
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.thread.shutdown()
+        self.stager.close()  # type: ignore[no-untyped-call]
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` returns a Future, which the caller waits for."""
+        return
 
 
 class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
@@ -32,11 +68,7 @@ class BackgroundSaves(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.groups = [distributed.new_group(backend="gloo") for _ in range(FOLDERS)]
-        on_gpu = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=on_gpu
-        )
-        self.stagers = [DefaultStager(options) for _ in range(FOLDERS)]
+        self.stagers = [Copies() for _ in range(FOLDERS)]
         self.copies: list[Future[None]] = []
         self.writes: list[Future[Any]] = []
         self.thread = ThreadPoolExecutor(1)

@@ -22,6 +22,7 @@ from kit.train.packed import outline_nf4
 from kit.train.shards import Load, ShardedBase
 from kit.train.sources import Sources, check_sources, find_sources
 from kit.train.split import load_split
+from kit.trainers.deepspeed import STAGES
 from kit.trainers.trl import shards
 
 
@@ -36,11 +37,12 @@ class LogLoad(TrainerCallback):  # type: ignore[misc]
         self.trainer.log(self.load.row())
 
 
-def load_base(recipe: Recipe) -> Any:
-    """The base model: in the recipe's dtype on GPUs, in fp32 on CPUs."""
+def load_base(recipe: Recipe, checkpoint: str = "") -> Any:
+    """The base model, in the recipe's dtype on GPUs and in fp32 on CPUs; its weights may be those of a checkpoint."""
     attention.register()
     dtype = getattr(torch, recipe.model.dtype) if torch.cuda.is_available() else torch.float32
-    return models.load_model(recipe.model.name, dtype, recipe.model.attention_used, recipe.schedule.seed)
+    attention_used, seed = recipe.model.attention_used, recipe.schedule.seed
+    return models.load_model(recipe.model.name, dtype, attention_used, seed, weights=checkpoint)
 
 
 def lora_config(recipe: Recipe) -> LoraConfig:
@@ -56,22 +58,29 @@ def lora_config(recipe: Recipe) -> LoraConfig:
     )
 
 
-def prepare_base(recipe: Recipe, resumes: bool, say: Callable[[str], None]) -> tuple[Any, Load]:
+def prepare_base(recipe: Recipe, checkpoint: str | None, say: Callable[[str], None]) -> tuple[Any, Load]:
     """The base, to be read into the shards where that is possible, else loaded; and how, which is logged later.
 
-    Where layers are split, transformers has each rank read its part.
+    Where layers are split, transformers has each rank read its part. checkpoint: from which training resumes; a full
+    fine-tune needs no base then: its weights come from the checkpoint, at once where each rank has all of them.
     """
-    if recipe.world_size > 1 and shards(recipe, on_gpus=torch.cuda.is_available()):
-        in_checkpoint = resumes and recipe.tuning.method == "full"
-        sharded, reason = open_base(recipe, reads=not in_checkpoint)
+    on_gpus = torch.cuda.is_available()
+    if recipe.tuning.method != "full":
+        checkpoint = None
+    if recipe.world_size > 1 and shards(recipe, on_gpus):
+        sharded, reason = open_base(recipe, reads=checkpoint is None)
         if sharded:
             if sharded.unused:
                 say(sharded.unused)
             return sharded, sharded.load
         say(f"the base is not read into the shards: {reason}")
     begun = time.monotonic()
-    base = load_split(recipe) if recipe.parallel.split else load_base(recipe)
-    return base, Load(time.monotonic() - begun)
+    if recipe.parallel.split:
+        return load_split(recipe), Load(time.monotonic() - begun)
+    if shards(recipe, on_gpus) or recipe.parallel.strategy in STAGES:  # their checkpoints are not model folders
+        checkpoint = None
+    base = load_base(recipe, checkpoint or "")
+    return base, Load(time.monotonic() - begun, from_checkpoint=checkpoint is not None)
 
 
 def why_not_sharded(recipe: Recipe) -> str:

@@ -31,7 +31,8 @@ def check_finite(model: Any, step: int) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     local = [_own_part(parameter) for parameter in trained]
     not_finite = torch.stack([~torch.isfinite(part.detach()).all() for part in local]).sum()
-    count = int(reduce(not_finite, "sum").item())
+    # Offloaded weights are on the CPU, whose tensors NCCL does not sum.
+    count = int(reduce(not_finite.to(PartialState().device), "sum").item())
     if count:
         raise KitError(
             f"The weights hold NaN or infinity at step {step} (in {count} tensors, over all ranks), so the run stops "

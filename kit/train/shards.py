@@ -24,10 +24,14 @@ from kit.train.sources import Source
 
 @dataclass
 class Load:
-    """How the base was loaded. bytes: of the base that all ranks have read; 0 where that is not known."""
+    """How the base was loaded. bytes: of the base that all ranks have read; 0 where that is not known.
+
+    from_checkpoint: the model is that of a checkpoint, from which training resumes.
+    """
 
     seconds: float = 0.0
     bytes: int = 0
+    from_checkpoint: bool = False
 
     def row(self) -> dict[str, float]:
         """What is logged."""

@@ -37,13 +37,14 @@ from kit.train.isolation import check_isolation
 from kit.train.load import LogLoad, lora_config, prepare_base
 from kit.train.output import write_durably
 from kit.train.pace import Pace, Wait, Waits
+from kit.train.resume import ExactResumes
 from kit.train.saves import check_finite, finish_checkpoint, record_ranks, resume_point, shards_saved_from_the_gpu
 from kit.train.shards import ShardedBase
 from kit.train.split import SplitSaves
 from kit.trainers.trl import shards
 
 
-class Trainer(SFTTrainer):  # type: ignore[misc]
+class Trainer(ExactResumes, SFTTrainer):  # type: ignore[misc]
     """TRL's trainer, which also logs its pace and checks what it saves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -336,7 +337,7 @@ def train(run: RunFolder, progress: Progress) -> None:
         patches.gather_bytes()
         check_nf4_shards()
     checkpoint = resume_point(run, progress.say)
-    base, load = prepare_base(recipe, checkpoint is not None, progress.say)
+    base, load = prepare_base(recipe, checkpoint, progress.say)
     trainer = build_trainer(
         recipe,
         arguments,
@@ -350,6 +351,7 @@ def train(run: RunFolder, progress: Progress) -> None:
     trainer.add_callback(progress)
     trainer.add_callback(LogLoad(trainer, load))
     trainer.progress, progress.waits = progress, trainer.waits
+    trainer.has_weights = load.from_checkpoint
     patches.load_checkpoints_with_own_reader()
     trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
     if trainer.background:

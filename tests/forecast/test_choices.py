@@ -301,3 +301,17 @@ def test_layers_are_split_for_full_fine_tunes_without_a_forecast(tmp_path):
         split.check_room(job, on_gpu("H100", gpu_memory_gib=24.0), shape)
     assert choices(job)["parallel.compile"].value == "off"
     assert choices(job)["parallel.activation_checkpointing"].value is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel__strategy": "ddp", "tuning__method": "full"}, True),
+        ({"parallel__strategy": "ddp", "tuning__method": "full", "model__dtype": "float32"}, False),
+        ({"parallel__strategy": "fsdp2", "tuning__method": "full"}, False),
+        ({"parallel__strategy": "ddp", "tuning__method": "lora"}, False),
+    ],
+)
+def test_a_full_fine_tune_whose_weights_are_in_bf16_says_so(changes, said):
+    notes = resolve(recipe(**changes), H100).notes
+    assert any("keeps its weights in bf16" in note for note in notes) is said

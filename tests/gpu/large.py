@@ -39,7 +39,8 @@ from kit.slurm.submit import submit
 from kit.watch.metrics import Metrics
 
 FILE_BYTES = 40e9
-STEPS, SAVE_EVERY, CANCEL_AFTER = 8, 4, 5
+STEPS, SAVE_EVERY, CANCEL_AFTER = 6, 3, 4
+LIMIT_S = 260  # of a job
 
 
 def write_sparse_model(folder: Path, name: str, tokenizer: Path) -> int:
@@ -155,9 +156,9 @@ def main(out: Path, prepared: Path, name: str, *changes: str) -> None:
     run = launch.freeze(chosen, cluster, dataset, None)
     begun = time.monotonic()
     submit(run)
-    part("first job", watch(run, CANCEL_AFTER) | recorded(run))
+    part("first job", watch(run, CANCEL_AFTER, LIMIT_S) | recorded(run))
     run.requeue()
-    part("resumed", watch(run, 0) | recorded(run))
+    part("resumed", watch(run, 0, LIMIT_S) | recorded(run))
     part("seconds of both jobs", {"wall_s": round(time.monotonic() - begun, 1)})
     begun = time.monotonic()
     exported = export(run.path, scratch / "adapter")

@@ -1,13 +1,16 @@
-"""Measure how a sharded base is loaded, and how long saves block: `python tests/gpu/scale.py OUT.json PREPARED [NAME]`.
+"""Measure how a sharded base is loaded, and how long saves block: `python tests/gpu/scale.py OUT PREPARED [NAMES]`.
 
-Two GPUs or more. Models of the shapes of Llama 3.1 8B and SmolLM2 360M with random weights are written to the disk that
-holds the temporary folder (17 GB, and 10 GB for checkpoints), and then trained by `kit launch` under FSDP2. The files
-are in the page cache when they are read. PREPARED is a folder that `kit prepare` made.
+Two GPUs or more. Models of the shapes of Llama 3.1 8B, Llama 3.2 1B and SmolLM2 360M with random weights are written to
+the disk that holds the temporary folder (17 GB, and 31 GB for checkpoints), and then trained by `kit launch` under
+FSDP2. Cold runs read files that are not in the page cache, beside plain reads of the same files; the others read them
+from the page cache. PREPARED is a folder that `kit prepare` made. NAMES: parts of the names of runs, separated by
+semicolons.
 """
 
 import contextlib
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +22,8 @@ import torch
 from speed import LLAMA, cluster_here
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kit.checkpoints.pagecache import evict, residency
+from kit.checkpoints.storage import PlainReads
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset
@@ -31,10 +36,11 @@ from kit.watch.metrics import Metrics
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"tuning.method": "lora", "tuning.target_modules": ALL, "schedule.max_steps": 6, "schedule.save_every": 6}
+COLD = {"schedule.max_steps": 1, "schedule.save_every": 1}
 FULL = {"tuning.method": "full"}
 SYNC = FULL | {"schedule.save": "sync", "schedule.max_steps": 16, "schedule.save_every": 8, "schedule.keep": 1}
-ASYNC = FULL | {"schedule.save": "async", "schedule.max_steps": 400, "schedule.save_every": 200, "schedule.keep": 1}
-BEFORE_THE_END = 390  # the first save is written by then
+ASYNC = FULL | {"schedule.save": "async", "schedule.max_steps": 170, "schedule.save_every": 80, "schedule.keep": 1}
+LONGER = {"schedule.max_steps": 300, "schedule.save_every": 150}  # an async save of 15 GB takes longer
 LIMIT_S = 150
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
@@ -72,10 +78,10 @@ def host_gb(process: psutil.Process) -> dict[str, float]:
     return {name: int(value.split()[0]) * 1024 / 1e9 for name, value in found.items()}
 
 
-def watch(run: Run, last_step: int) -> dict[str, Any]:
+def watch(run: Run, last_step: int, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Follow a run until it ends, or cancel it after a step; the most host memory of a rank in each phase."""
     begun, peaks = time.monotonic(), dict[str, dict[str, float]]()
-    while not (state := run.state).ended and time.monotonic() - begun < LIMIT_S:
+    while not (state := run.state).ended and time.monotonic() - begun < limit_s:
         with contextlib.suppress(OSError, psutil.Error, ValueError):
             folder = run.path / "state"
             phase = read_json(folder / "phase.json")["phase"] if (folder / "phase.json").exists() else "start"
@@ -115,8 +121,21 @@ def train(name: str, recipe: Recipe, cluster: Cluster, prepared: Dataset, last_s
     return found
 
 
+def train_cold(name: str, recipe: Recipe, cluster: Cluster, prepared: Dataset) -> dict[str, Any]:
+    """As `train`, of a base that is not in the page cache; and the GB/s of plain reads before and after."""
+    files = sorted(Path(recipe.model.name).glob("*.safetensors"))
+    reads = PlainReads(files, cold=True)
+    reads.measure()
+    os.sync()
+    evict(files)
+    before = residency(files)
+    found = train(name, recipe, cluster, prepared)
+    reads.measure()
+    return found | {"residency_before": before, "plain_reads": reads.description, "plain_gb_s": reads.best_rates}
+
+
 def main(out: Path, prepared: Path, only: str = "") -> None:
-    """All runs, or those whose names contain `only`; the JSON written after each."""
+    """All runs, or those whose names contain a part of `only`; the JSON written after each."""
     scratch = Path(tempfile.mkdtemp(prefix="scale-"))
     cluster, dataset = cluster_here(scratch), Dataset(prepared.absolute())
     report: dict[str, Any] = {
@@ -124,7 +143,7 @@ def main(out: Path, prepared: Path, only: str = "") -> None:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "runs": [],
     }
-    small, large = scratch / "360m", scratch / "8b"
+    small, middle, large = scratch / "360m", scratch / "1b", scratch / "8b"
     base = Recipe.load("demo").override(**{
         "data.seq_len": 4096, "parallel.strategy": "fsdp2", "parallel.gpus_per_node": 2, "schedule.eval_every": 0,
         "schedule.lr": 1e-5,
@@ -132,17 +151,27 @@ def main(out: Path, prepared: Path, only: str = "") -> None:
     jobs: list[tuple[str, dict[str, Any], int]] = [
         ("8B, LoRA, FSDP2", LORA | {"model.name": str(large)}, 0),
         ("0.36B, full, FSDP2, sync saves", SYNC | {"model.name": str(small)}, 0),
-        ("0.36B, full, FSDP2, async saves", ASYNC | {"model.name": str(small)}, BEFORE_THE_END),
+        ("0.36B, full, FSDP2, async saves", ASYNC | {"model.name": str(small)}, 0),
+        ("1B, full, FSDP2, sync saves", SYNC | {"model.name": str(middle)}, 0),
+        ("1B, full, FSDP2, async saves", ASYNC | LONGER | {"model.name": str(middle)}, 0),
+        ("8B, cold base", LORA | COLD | {"model.name": str(large)}, 0),
+        ("8B, cold base, again", LORA | COLD | {"model.name": str(large)}, 0),
         ("8B, full, FSDP2", FULL | {"model.name": str(large), "schedule.max_steps": 50, "schedule.save_every": 50}, 3),
     ]
-    shapes = {small: "HuggingFaceTB/SmolLM2-360M", large: "meta-llama/Llama-3.1-8B"}
+    shapes = {
+        small: "HuggingFaceTB/SmolLM2-360M", middle: "meta-llama/Llama-3.2-1B", large: "meta-llama/Llama-3.1-8B"
+    }  # fmt: skip
     for name, changes, last_step in jobs:
-        if only not in name:
+        if not any(part in name for part in only.split(";")):
             continue
         model = Path(changes["model.name"])
         if not model.exists():
             write_model(model, shapes[model], dataset.path / "tokenizer")
-        report["runs"].append(train(name, base.override(**changes), cluster, dataset, last_step))
+        recipe = base.override(**changes)
+        cold = "cold" in name
+        report["runs"].append(
+            train_cold(name, recipe, cluster, dataset) if cold else train(name, recipe, cluster, dataset, last_step)
+        )
         write_json(out, report)
         print(json.dumps(report["runs"][-1]), flush=True)
 

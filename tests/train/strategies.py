@@ -179,7 +179,7 @@ def train(folder, variant):
     if variant.get("whole"):
         base, loaded = load.load_base(recipe), shards.Load()
     else:
-        base, loaded = load.prepare_base(recipe, resume is not None, said.append)
+        base, loaded = load.prepare_base(recipe, resume, said.append)
         base.fill = functools.partial(measured, peaks, base.fill)
     tokenizer = AutoTokenizer.from_pretrained(models.source(recipe.model.name))
     training = trainer.build_trainer(recipe, arguments, packed_rows(STEPS * recipe.batch), None, tokenizer, base)

@@ -218,7 +218,7 @@ def test_a_base_that_has_to_be_read_as_a_whole_is_with_the_reason(copied, monkey
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    base, loaded = load.prepare_base(recipe, resumes=False, say=said.append)
+    base, loaded = load.prepare_base(recipe, None, said.append)
     assert said == [f"the base is not read into the shards: {folder} has no safetensors files"]
     assert loaded.row().keys() == {"base_load_s"} and loaded.seconds > 0
     assert not hasattr(base, "weights")
@@ -240,3 +240,16 @@ def test_the_empty_base_takes_no_memory_and_has_real_buffers(copied):
     whole = dict(load.load_base(recipe).named_buffers())
     assert whole.keys() == dict(base.model.named_buffers()).keys()
     assert all(torch.equal(buffer, whole[name]) for name, buffer in base.model.named_buffers())
+
+
+def test_a_base_without_some_of_its_tensors_is_named_where_one_process_reads_it_all(copied):
+    recipe, folder = copied()
+    name, lost = "model.layers.1.mlp.up_proj.weight", None
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        lost = tensors.pop(name, lost)
+        save_file(tensors, file, {"format": "pt"})
+    change_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].pop(name))
+    assert lost is not None
+    with pytest.raises(InputError, match=rf"lacks 1 of the tensors that .* describes, such as {name}: copy"):
+        load.load_base(recipe)
