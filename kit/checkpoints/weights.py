@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kit.checkpoints.formats import dcp, safetensors_files, torch_files, zero
+from kit.checkpoints.formats import dcp, orbax, safetensors_files, torch_files, zero
 from kit.checkpoints.formats.base import Piece, Problem, ProblemKind, TensorError, TensorInfo, Weights
 from kit.checkpoints.formats.torch_archives import ArchiveError, record_sizes
 from kit.errors import InputError, KitError
@@ -18,7 +18,7 @@ from kit.errors import InputError, KitError
 _LAYOUTS = (
     "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/*.distcp", ".metadata", "*.distcp",
     "adapter_model.safetensors", "*.safetensors.index.json", "model*.safetensors", "*.safetensors",
-    "pytorch_model*.bin", "adapter_model.bin", zero.LATEST,
+    "pytorch_model*.bin", "adapter_model.bin", zero.LATEST, orbax.METADATA, f"*/{orbax.METADATA}",
 )  # fmt: skip
 _READERS: dict[str, Callable[[list[Path]], Weights]] = {
     ".metadata": dcp.read_headers,
@@ -29,6 +29,7 @@ _READERS: dict[str, Callable[[list[Path]], Weights]] = {
     ".pt": torch_files.read_headers,
     ".pth": torch_files.read_headers,
     zero.LATEST: zero.read_headers,
+    orbax.METADATA: orbax.read_headers,
 }
 BLOCK = 1 << 20  # bytes of one read of a compressed stream
 ARCHIVE_OVERHEAD = 1 << 20  # bytes of an archive with one tensor beyond its values; torch.save writes about 2,000
@@ -38,6 +39,7 @@ _PIECES = {
     "peft adapter": safetensors_files.pieces,
     "torch": torch_files.pieces,
     zero.FORMAT: zero.pieces,
+    orbax.FORMAT: orbax.pieces,
 }
 
 

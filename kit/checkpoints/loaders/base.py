@@ -45,8 +45,14 @@ class Loader:
 
     def unavailable(self, device: str = "cpu") -> str:
         """Why the loader cannot load to the device on this machine; empty if it can."""
-        if not importlib.util.find_spec(self.package):
+        if not _is_installed(self.package):
             return f"not installed: run `pip install {self.install or self.package.replace('_', '-')}`"
         if device not in self.devices:
             return f"it loads to {' or '.join(self.devices)} only: add --device {self.devices[0]}"
         return self.hindered()
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package, or a module in one, can be imported."""
+    above, _, _ = package.rpartition(".")
+    return (not above or _is_installed(above)) and importlib.util.find_spec(package) is not None

@@ -1,0 +1,31 @@
+"""Orbax (optional package, with JAX): restores the arrays of its own checkpoints to host memory."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from kit.checkpoints.formats import orbax
+from kit.checkpoints.loaders.base import Loader, LoadRequest
+
+
+def load(request: LoadRequest) -> Iterator[Any]:
+    """The bytes of the arrays, in their memory: torch does not take bfloat16 from numpy."""
+    import numpy as np
+    import torch
+
+    checkpoint, jax = importlib.import_module("orbax.checkpoint"), importlib.import_module("jax")
+    folder = orbax.folder_of(request.weights).absolute()
+    with checkpoint.PyTreeCheckpointer() as reader:
+        described = reader.metadata(folder).item_metadata.tree
+        to_numpy = jax.tree.map(lambda _: checkpoint.RestoreArgs(restore_type=np.ndarray), described)
+        restored = reader.restore(folder, restore_args=to_numpy)
+    for value in jax.tree.leaves(restored):
+        yield torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+LOADERS = (
+    Loader(
+        "orbax", frozenset({orbax.FORMAT}), load, package="orbax.checkpoint", install="orbax-checkpoint jax",
+        devices=("cpu",),
+    ),
+)  # fmt: skip
