@@ -123,7 +123,10 @@ def test_few_files_at_the_top_of_kit():
 # Dependencies
 
 # Imported names that belong to a declared package, which pins their version, or that brings them.
-PARTS = {"pydantic_core": "pydantic", "kvikio": "kvikio-cu13"}
+PARTS = {
+    "pydantic_core": "pydantic", "kvikio": "kvikio-cu13", "orbax": "orbax-checkpoint",
+    "tensorstore": "orbax-checkpoint", "ml_dtypes": "orbax-checkpoint",
+}  # fmt: skip
 
 
 def requirement_names(requirements):

@@ -204,7 +204,7 @@ class Schedule:
 class TrainerChoice:
     """Which trainer runs the recipe, and where that is installed."""
 
-    name: Literal["trl", "litgpt", "llamafactory", "axolotl", "automodel", "torchtitan"] = "trl"
+    name: Literal["trl", "litgpt", "llamafactory", "axolotl", "automodel", "torchtitan", "megatron"] = "trl"
     """trl is the kit's own; the others run in an environment apart from the kit's, `trainer.python`."""
     python: str = ""
     """Interpreter of another trainer's environment on the nodes. `kit launch` needs it, as it asks for its versions."""

@@ -29,23 +29,28 @@ def to_megatron(dataset: Dataset, out: Path) -> Answer:
 
     The format has no labels, so the loss mask is lost. Raises InputError if OUT exists.
     """
+    with _new_folder(dataset, out) as folder:
+        lengths = write_indexed(dataset, folder)
+    sequences, tokens = sum(map(len, lengths.values())), sum(int(each.sum()) for each in lengths.values())
+    return _answer(out, sequences=sequences, tokens=tokens)
+
+
+def write_indexed(dataset: Dataset, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Write FOLDER/<split>.bin and .idx; returns the tokens of each document of each split."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_file(str(dataset.path / "tokenizer" / "tokenizer.json")).get_vocab_size()
     dtype = np.dtype(np.uint16 if vocabulary < 65_500 else np.int32)  # Megatron's own bound
-    sequences = tokens = 0
-    with _new_folder(dataset, out) as folder:
-        for split in dataset.manifest["splits"]:
-            lengths = []
-            with (folder / f"{split}.bin").open("wb") as stream:
-                for table in dataset.rows(split).with_format("arrow").iter(BATCH_ROWS):
-                    stream.write(_flat(table["input_ids"]).astype(dtype).tobytes())
-                    lengths.append(_flat(table["seq_lengths"]))
-            all_lengths = np.concatenate(lengths)
-            write_index(folder / f"{split}.idx", dtype, all_lengths)
-            sequences += len(all_lengths)
-            tokens += int(all_lengths.sum())
-    return _answer(out, sequences=sequences, tokens=tokens)
+    found = {}
+    for split in dataset.manifest["splits"]:
+        lengths = []
+        with (folder / f"{split}.bin").open("wb") as stream:
+            for table in dataset.rows(split).with_format("arrow").iter(BATCH_ROWS):
+                stream.write(_flat(table["input_ids"]).astype(dtype).tobytes())
+                lengths.append(_flat(table["seq_lengths"]))
+        found[split] = np.concatenate(lengths)
+        write_index(folder / f"{split}.idx", dtype, found[split])
+    return found
 
 
 def write_index(path: Path, dtype: np.dtype[Any], lengths: np.ndarray[Any, Any]) -> None:

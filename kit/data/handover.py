@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kit.data.dataset import Dataset
+from kit.data.export import write_indexed
 
 IGNORED = -100  # the label of a token that the loss does not count
 PAIR_FILES = {"train": "train.json", "eval": "val.json"}
@@ -35,6 +36,8 @@ class Rows(Enum):
     """train.jsonl and validation.jsonl: an object with the text of a document on each line."""
     TEXT = "text"
     """Folders train and eval with documents as .txt files."""
+    INDEXED = "indexed"
+    """Megatron's train.bin, train.idx, eval.bin and eval.idx."""
 
 
 def write(dataset: Dataset, rows: Rows, out: Path) -> dict[str, int]:
@@ -42,7 +45,7 @@ def write(dataset: Dataset, rows: Rows, out: Path) -> dict[str, int]:
     out.mkdir()
     writers = {
         Rows.PACKED: _write_packed, Rows.PAIRS: _write_pairs, Rows.TOKENS: _write_tokens, Rows.LINES: _write_lines,
-        Rows.TEXT: _write_text,
+        Rows.TEXT: _write_text, Rows.INDEXED: _write_indexed,
     }  # fmt: skip
     return writers[rows](dataset, out)
 
@@ -138,6 +141,10 @@ def _write_text(dataset: Dataset, out: Path) -> dict[str, int]:
             (out / split / f"{index:02}.txt").write_text("".join(texts[index::TEXT_FILES]), encoding="utf-8")
         counts[split] = dataset.manifest["splits"][split]["rows"]
     return counts
+
+
+def _write_indexed(dataset: Dataset, out: Path) -> dict[str, int]:
+    return {split: len(lengths) for split, lengths in write_indexed(dataset, out).items()}
 
 
 def _tokenizer(dataset: Dataset) -> Any:

@@ -35,8 +35,6 @@ def render(recipe: Recipe, cluster: Cluster, out: Path, trainer: str = "", prepa
     module = other(name)
     recipe = recipe.override(**{"trainer.name": name})
     module.check(recipe, cluster)
-    if recipe.model.name.endswith(".json"):
-        raise InputError(f"model.name {recipe.model.name} has no weights: {name} needs a model with weights.")
     models.check_weights(recipe.model.name, cluster.paths.hf_home)
     dataset = prepare(recipe, prepared, cluster=cluster)
     with files.new_folder(out) as folder:

@@ -1,12 +1,12 @@
 """The trainers whose packages have other versions, by name."""
 
 from kit.errors import InputError
-from kit.trainers import automodel, axolotl, litgpt, llamafactory, torchtitan
+from kit.trainers import automodel, axolotl, litgpt, llamafactory, megatron, torchtitan
 from kit.trainers.base import OtherTrainer
 
 OTHERS: dict[str, OtherTrainer] = {
     "automodel": automodel, "axolotl": axolotl, "litgpt": litgpt, "llamafactory": llamafactory,
-    "torchtitan": torchtitan,
+    "megatron": megatron, "torchtitan": torchtitan,
 }  # fmt: skip
 
 

@@ -16,8 +16,13 @@ from kit.trainers.base import HEAD_ADDRESS, HEAD_PORT, NODE_RANK
 ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash_attention_2"}
 
 
-def require(trainer: str, recipe: Recipe, accepted: Mapping[str, Sequence[object]]) -> None:
-    """Raises InputError where a key of the recipe has a value that the trainer cannot express."""
+def require(trainer: str, recipe: Recipe, accepted: Mapping[str, Sequence[object]], pretrained: bool = True) -> None:
+    """Raises InputError where a key of the recipe has a value that the trainer cannot express.
+
+    pretrained: whether the trainer starts from weights, and so not from a config.json alone.
+    """
+    if pretrained and recipe.model.name.endswith(".json"):
+        raise InputError(f"model.name {recipe.model.name} has no weights: {trainer} needs a model with weights.")
     unsplit = {"parallel.tensor": (1,), "parallel.expert": (1,)}
     for key, values in {**unsplit, **accepted}.items():
         section, name = key.split(".")

@@ -4,6 +4,7 @@
 answers to NAME.json here.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -46,6 +47,12 @@ CASES = {
             "data.loss": "all", "parallel.sharding": "hybrid", "parallel.nodes": 2, "parallel.offload": "cpu",
             "parallel.activation_checkpointing": False},
     }),
+    "megatron": ("two-node-pcie", {
+        "replicas": FULL | {"data.loss": "all", "parallel.strategy": "ddp"},
+        "tensor-zero1": FULL | {
+            "data.loss": "all", "parallel.strategy": "zero1", "parallel.tensor": 3, "parallel.gpus_per_node": 6,
+            "parallel.activation_checkpointing": False},
+    }),
     "llamafactory": ("local", {
         "lora": ONE,
         "lora-unpacked": ONE | {"data.packing": False},
@@ -61,7 +68,11 @@ def render_case(name, case, folder):
     recipe = Recipe.load("demo", **LORA | cases[case] | {"trainer.python": "python"})
     if name == "torchtitan":
         recipe = recipe.override(**{"model.name": str(shaped_as_llama_8b(recipe, folder.parent / "llama-8b"))})
-    return render(recipe, Cluster.load(cluster), folder, name, folder.parent / "prepared")
+    profile = Cluster.load(cluster)
+    if name == "megatron":
+        profile = dataclasses.replace(profile, environment=profile.environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        recipe = recipe.override(**{"model.name": str(Path(models.source(recipe.model.name)) / "config.json")})
+    return render(recipe, profile, folder, name, folder.parent / "prepared")
 
 
 def shaped_as_llama_8b(recipe, folder):

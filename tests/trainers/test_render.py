@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kit.config.cluster import Cluster
@@ -125,6 +126,9 @@ def test_lines_encode_to_the_tokens_of_the_documents(prepared, tmp_path):
         ("automodel", {}, "automodel cannot express data.packing = true: set it to false"),
         ("torchtitan", {}, 'torchtitan cannot express tuning.method = "lora": set it to "full"'),
         ("torchtitan", {"tuning.method": "full", "data.loss": "all"}, "torchtitan has no configuration for"),
+        ("megatron", {"tuning.method": "full", "data.loss": "all", "parallel.strategy": "ddp"},
+         "megatron trains only on GPUs, and local has no GPUs"),
+        ("megatron", {"tuning.method": "full", "data.loss": "all"}, 'parallel.strategy = "fsdp2": set it to "ddp" or'),
         ("megatrno", {}, "trainer 'megatrno' has no renderer; it must be"),
     ],
 )  # fmt: skip
@@ -138,3 +142,29 @@ def test_an_existing_folder_is_not_changed(smollm2, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already and was not changed"):
         render(Recipe.load("demo"), Cluster.load("local"), tmp_path / "out", "llamafactory")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "megatron trains from random weights here"),
+        ({"parallel.tensor": 2, "parallel.gpus_per_node": 2}, "num_attention_heads of"),
+        ({"parallel.tensor": 3, "parallel.gpus_per_node": 3}, "only where CUDA_DEVICE_MAX_CONNECTIONS is 1 before"),
+    ],
+)
+def test_megatron_says_what_a_model_lacks_for_it(changes, words, smollm2):
+    job = {"tuning.method": "full", "data.loss": "all", "parallel.strategy": "ddp"} | changes
+    recipe = Recipe.load("demo", **job)
+    if changes:
+        recipe = recipe.override(**{"model.name": f"{recipe.model.name}/config.json"})
+    with pytest.raises(InputError, match=words):
+        OTHERS["megatron"].check(recipe, Cluster.load("two-node-pcie"))
+
+
+def test_indexed_rows_are_the_documents_of_both_splits(prepared, tmp_path):
+    counts = write(prepared, Rows.INDEXED, tmp_path / "data")
+    for split in ("train", "eval"):
+        wanted = [ids for ids, _ in documents(prepared, split)]
+        assert counts[split] == len(wanted)
+        stored = np.fromfile(tmp_path / "data" / f"{split}.bin", dtype=np.uint16)
+        assert stored.tolist() == [token for ids in wanted for token in ids]

@@ -1,4 +1,4 @@
-"""Orbax (optional package, with JAX): restores the arrays of its own checkpoints to host memory."""
+"""Orbax (optional package, with JAX): restores the arrays of Orbax checkpoints to host memory."""
 
 import importlib
 from collections.abc import Iterator
