@@ -110,7 +110,8 @@ class Parallel:
     expert: PositiveInt = 1
     """Ranks of a node that split the experts of each layer, and hand each other tokens; full fine-tunes only."""
     offload: bool | Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters, gradients and optimizer state are kept, if not on the GPU; false means none, and true cpu."""
+    """Where parameters, gradients and optimizer state are kept, if not on the GPU; false means none, and true cpu.
+    nvme: the frozen weights of LoRA under zero3; the rest is on the CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each decoder layer; auto: where it makes the job faster."""
 

@@ -26,12 +26,6 @@ FP8_COST = (
     "fp8 frozen weights change the result: gradients of the adapters differ by 21 to 27% from fp32 (2 to 3% in bf16), "
     "and on a model of 135M parameters the loss rose by an eighth of what nf4 costs"
 )
-NVME_NOT_EXACT = (
-    "Offload to NVMe was not exact in three runs of DeepSpeed 0.19.8: a full fine-tune of 6.4M parameters had a loss "
-    "of 10.80824 instead of 10.80715 at step 4, and after a resume ended with 10.81843 instead of 10.81996; LoRA was "
-    "equal"
-)
-
 BF16_WEIGHTS = (  # tests/gpu/h200x2_strategies.json
     "A full fine-tune under ddp keeps its weights in bf16, which rounds small updates away: after 8 steps on two H200s "
     "the loss of a small model was 9.190, and 9.095 under fsdp2, fsdp1 and ZeRO, which keep them in fp32. Set "
@@ -226,8 +220,6 @@ class _Resolver:
             yield f"{FP8_COST}."
         if self._trains_bf16_weights(job):
             yield f"{BF16_WEIGHTS}."
-        if job.parallel.offload == "nvme":
-            yield f"{NVME_NOT_EXACT}."
         if note := self._ddp_note(job):
             yield note
 

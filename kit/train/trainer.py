@@ -22,7 +22,6 @@ from kit.config.recipe import Recipe
 from kit.data.dataset import Dataset
 from kit.errors import KitError
 from kit.forecast.attention import varlen_gap
-from kit.forecast.choices import NVME_NOT_EXACT
 from kit.forecast.limits import find_compiler
 from kit.slurm.folder import RunFolder
 from kit.slurm.states import Phase
@@ -320,8 +319,6 @@ def train(run: RunFolder, progress: Progress) -> None:
     if recipe.parallel.compiles:
         use_cache_folder(run.path)
         progress.say("compiling the layers: the first step, and the first evaluation, take longer")
-    if recipe.parallel.offload == "nvme":
-        progress.say(NVME_NOT_EXACT)
     if progress.rank == 0 and recipe.data.packing:
         leak = check_isolation(recipe)
         progress.say(f"leak between packed documents: {leak:.0e} ({recipe.model.attention_used})")

@@ -53,6 +53,12 @@ def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
         return
     if recipe.parallel.strategy != "zero3":
         raise InputError("parallel.offload nvme runs with parallel.strategy zero3 only; use cpu, or zero3.")
+    if recipe.tuning.method == "full":
+        raise InputError(
+            "parallel.offload nvme is for frozen weights, and a full fine-tune has none: DeepSpeed 0.19.8 would write "
+            "its checkpoints without the values that are on NVMe, which it copies to other files, and the losses after "
+            "a save were not exact. Set parallel.offload to cpu."
+        )
     if not cluster.paths.nvme:
         raise InputError(
             f"parallel.offload nvme needs a folder on each node's own drive: set paths.nvme in the profile "
@@ -88,23 +94,26 @@ def render_deepspeed(recipe: Recipe, cluster: Cluster, folder: Path) -> str:
         "bf16": {"enabled": cluster.nodes.gpus > 0},
         "zero_optimization": {"stage": STAGES[recipe.parallel.strategy]} | _offload(recipe, cluster, folder),
     }
-    if recipe.parallel.offload == "cpu":
+    if recipe.parallel.offloads:
         # torch's own AdamW on the CPU; DeepSpeed's would be compiled on the node, which needs nvcc where GPUs are.
         values["zero_force_ds_cpu_optimizer"] = False
     return json.dumps(values, indent=1) + "\n"
 
 
 def _offload(recipe: Recipe, cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """The keys of zero_optimization for offload: of the optimizer, and in stage 3 of the parameters as well."""
+    """The keys of zero_optimization for offload: of the optimizer, and in stage 3 of the parameters as well.
+
+    The optimizer stays on the CPU: on NVMe its state would not be in checkpoints, and adapters have little of it.
+    """
     parallel = recipe.parallel
     if not parallel.offloads:
         return {}
-    device: dict[str, Any] = {"device": parallel.offload, "pin_memory": cluster.nodes.gpus > 0}
+    device: dict[str, Any] = {"device": "cpu", "pin_memory": cluster.nodes.gpus > 0}
     if parallel.strategy != "zero3":
         return {"offload_optimizer": device}
-    parameters = dict(device)
+    parameters = device | {"device": parallel.offload}
     if parallel.offload == "nvme":
-        device["nvme_path"] = parameters["nvme_path"] = str(Path(cluster.paths.nvme) / folder.name)
+        parameters["nvme_path"] = str(Path(cluster.paths.nvme) / folder.name)
         parameters["buffer_size"] = max(BUFFER_ELEMENTS, _largest_part(recipe, cluster))
     return {"offload_optimizer": device, "offload_param": parameters}
 

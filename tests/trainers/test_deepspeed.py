@@ -155,12 +155,12 @@ def test_deepspeeds_own_parser_accepts_what_is_rendered_and_reads_it_as_meant(re
         assert found[str(path)] == {
             "path": str(path),
             "stage": deepspeed.STAGES[strategy],
-            "optimizer": place,
+            "optimizer": place and "cpu",
             "parameters": place if strategy == "zero3" else None,
             "buffer": 100_000_000 if place and strategy == "zero3" else None,
             "batch": 2 * 2 * 3,
             "clipping": 1.0,
-            "own_adam": offload != "cpu",
+            "own_adam": offload == "none",
             "bf16": True,
         }
 
@@ -169,9 +169,16 @@ def test_a_buffer_for_nvme_holds_a_ranks_part_of_a_large_embedding(gpus, tmp_pat
     """Llama 3.1 405B has 128,256 x 16,384 values in its embedding: on 2 ranks 1.05e9 each, above the default of 1e8."""
     from kit.config.recipe import Recipe
 
-    job = Recipe.load("llama405b-oasst2", **{"parallel.nodes": 1, "parallel.gpus_per_node": 2})
+    one_node = {"parallel.nodes": 1, "parallel.gpus_per_node": 2}
+    job = Recipe.load("llama405b-oasst2", **one_node)
     job = zero(job, "zero3", "nvme", **{"parallel.sharding": "full"})
     rendered = json.loads(deepspeed.render(job, gpus, tmp_path / "run").files["deepspeed.json"])
     parameters = rendered["zero_optimization"]["offload_param"]
     assert parameters["buffer_size"] == 128_256 * 16_384 // 2
-    assert parameters["nvme_path"] == rendered["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/nvme/run"
+    assert parameters["nvme_path"] == "/nvme/run"
+    assert rendered["zero_optimization"]["offload_optimizer"]["device"] == "cpu"  # whose state is then in checkpoints
+
+
+def test_nvme_is_refused_for_a_full_fine_tune(recipe, gpus, installed):
+    with pytest.raises(InputError, match=r"nvme is for frozen weights, .*Set parallel\.offload to cpu"):
+        deepspeed.check(zero(recipe, "zero3", "nvme", **{"tuning.method": "full"}), gpus)
