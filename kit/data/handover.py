@@ -144,7 +144,9 @@ def _write_text(dataset: Dataset, out: Path) -> dict[str, int]:
 
 
 def _write_indexed(dataset: Dataset, out: Path) -> dict[str, int]:
-    return {split: len(lengths) for split, lengths in write_indexed(dataset, out).items()}
+    seq_len = int(dataset.manifest["settings"]["data"]["seq_len"])
+    tokens = {split: int(lengths.sum()) for split, lengths in write_indexed(dataset, out).items()}
+    return {split: max(1, (count - 1) // seq_len) for split, count in tokens.items()}  # a sample has its next token
 
 
 def _tokenizer(dataset: Dataset) -> Any:

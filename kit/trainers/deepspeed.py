@@ -55,9 +55,8 @@ def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
         raise InputError("parallel.offload nvme runs with parallel.strategy zero3 only; use cpu, or zero3.")
     if recipe.tuning.method == "full":
         raise InputError(
-            "parallel.offload nvme is for frozen weights, and a full fine-tune has none: DeepSpeed 0.19.8 would write "
-            "its checkpoints without the values that are on NVMe, which it copies to other files, and the losses after "
-            "a save were not exact. Set parallel.offload to cpu."
+            "parallel.offload nvme is for frozen weights, and a full fine-tune has none. DeepSpeed 0.19.8 writes its "
+            "checkpoints without the optimizer's values that are on NVMe. Set parallel.offload to cpu."
         )
     if not cluster.paths.nvme:
         raise InputError(

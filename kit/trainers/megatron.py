@@ -1,9 +1,10 @@
 """Megatron-LM: flags of pretrain_gpt.py for training from random weights on our .bin and .idx; every token counts.
 
-Weights of Hugging Face have to be converted by Megatron's own tools, which run on GPUs alone: with pretrained weights
-left out, training would begin at random ones without a word. So the model has to be a config.json.
+Megatron's own tools convert pretrained weights, on GPUs. They are not run here, and training would silently begin at
+random weights in their place. So model.name has to be a config.json.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,13 @@ from kit.trainers.base import Rendering
 
 KNOWN: Mapping[str, str] = {"megatron-core": "0.16.1", "torch": "2.13.0"}
 FLAGS = "megatron.args"
-FAMILIES = ("llama", "qwen2", "qwen3")  # dense decoders that its flags describe completely
+FAMILIES = ("llama", "qwen2", "qwen3")  # dense decoders
+# Keys of config.json whose other values its flags, as rendered here, do not describe.
+DESCRIBED: Mapping[str, tuple[object, ...]] = {
+    "attention_bias": (False, None), "mlp_bias": (False, None), "hidden_act": ("silu", None),
+    "use_sliding_window": (False, None),
+}  # fmt: skip
+ROPES = ("default", "llama3")
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 STYLES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant"}
 
@@ -51,7 +58,7 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
         )
     config, tensor = _config(recipe, cluster), recipe.parallel.tensor
     for key in ("num_attention_heads", "num_key_value_heads"):
-        if config.get(key, tensor) % tensor:
+        if (config.get(key) or tensor) % tensor:
             raise InputError(
                 f"megatron gives each rank a number of heads: {key} of {recipe.model.name} is {config[key]}, which "
                 f"parallel.tensor {tensor} does not divide."
@@ -67,7 +74,19 @@ def _config(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     config = load_config(recipe.model.name, cluster.paths.hf_home)
     if config["model_type"] not in FAMILIES:
         raise InputError(f"megatron is rendered for {', '.join(FAMILIES)}, not for {config['model_type']}.")
+    for key, values in DESCRIBED.items():
+        if config.get(key) not in values:
+            raise InputError(f"megatron is not rendered for a model with {key} = {json.dumps(config[key])}.")
+    if _rope(config)["rope_type"] not in ROPES:
+        raise InputError(f"megatron is not rendered for rotary embeddings of type {_rope(config)['rope_type']}.")
     return config
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding as transformers 5 writes it, from either spelling."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = found.get("rope_type") or found.get("type") or "default"
+    return {"rope_theta": config.get("rope_theta", 10_000.0)} | found | {"rope_type": kind}
 
 
 def render(recipe: Recipe, cluster: Cluster, folder: Path) -> Rendering:
@@ -79,8 +98,8 @@ def render(recipe: Recipe, cluster: Cluster, folder: Path) -> Rendering:
             words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
     notes = (
         *others.notes_of(recipe, cluster),
-        "Megatron-LM is not installed by pip: slurm.setup of the profile has to put its folder, in which "
-        "pretrain_gpt.py is, on PYTHONPATH. It needs Transformer Engine, which NVIDIA's image of PyTorch has.",
+        "pip installs megatron-core without pretrain_gpt.py: slurm.setup of the profile has to put a checkout of "
+        "Megatron-LM, of the same version, on PYTHONPATH. It needs Transformer Engine (NVIDIA's PyTorch image has it).",
         "Megatron joins the documents end to end: attention passes their bounds, and it does not evaluate here.",
     )
     launcher = others.torchrun(recipe, "-m", "pretrain_gpt", *words)
@@ -90,8 +109,8 @@ def render(recipe: Recipe, cluster: Cluster, folder: Path) -> Rendering:
 def _model(config: dict[str, Any]) -> dict[str, Any]:
     """The flags that describe a dense decoder, from Hugging Face's config.json."""
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled = rope.get("rope_type") == "llama3"
+    rope = _rope(config)
+    scaled = rope["rope_type"] == "llama3"
     return {
         "num-layers": config["num_hidden_layers"],
         "hidden-size": config["hidden_size"],
@@ -102,7 +121,7 @@ def _model(config: dict[str, Any]) -> dict[str, Any]:
         "num-query-groups": groups or heads,
         "max-position-embeddings": config["max_position_embeddings"],
         "position-embedding-type": "rope",
-        "rotary-base": int(rope.get("rope_theta") or config.get("rope_theta", 10_000)),
+        "rotary-base": int(rope["rope_theta"]),
         "use-rope-scaling": scaled,
         "rope-scaling-factor": rope["factor"] if scaled else False,
         "normalization": "RMSNorm",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -62,7 +63,7 @@ def test_a_damaged_orbax_checkpoint_is_named(step, packages):
     content["tree_metadata"]["('lost',)"] = {"key_metadata": [{"key": "lost", "key_type": 2}]}
     metadata.write_text(json.dumps(content))
     (problem,) = inspect(step).problems
-    assert problem.kind is ProblemKind.MISSING_TENSOR and "lists lost, but there is no such array" in problem.message
+    assert problem.kind is ProblemKind.MISSING_TENSOR and problem.message.startswith("The array lost, which ")
     (step / "default" / "manifest.ocdbt").write_bytes(b"no manifest")
     assert ProblemKind.DAMAGED_FILE in inspect(step).kinds
 
@@ -73,4 +74,15 @@ def test_without_tensorstore_an_orbax_checkpoint_says_what_to_install(step):
         words = [sys.executable, "-m", "kit.cli", "checkpoint", command, str(step)]
         found = subprocess.run(words, check=False, capture_output=True, text=True)
         assert found.returncode == 1
-        assert "which the package tensorstore reads: run `pip install tensorstore`" in found.stdout + found.stderr
+        assert "Reading it takes tensorstore: run `pip install tensorstore`" in found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_all_items_of_a_step_are_read_and_an_unfinished_save_is_named(step, packages):
+    shutil.copytree(step / "default", step / "ema")
+    found = read_headers(step)
+    assert len(found.tensors) == 8 and {"default.step", "ema.step"} <= found.tensors.keys()
+    (timed,) = time_load(step, repeats=1).as_dict()["methods"]
+    assert timed["wanted_gb"] == pytest.approx(found.bytes / 1e9)
+    unfinished = step.rename(step.with_name("5.orbax-checkpoint-tmp-1"))
+    assert inspect(unfinished).kinds == {ProblemKind.UNFINISHED_SAVE}

@@ -2,9 +2,9 @@
 
 Two GPUs or more. Models of the shapes of Llama 3.1 8B, Llama 3.2 1B and SmolLM2 360M with random weights are written to
 the disk that holds the temporary folder (17 GB, and 31 GB for checkpoints), and then trained by `kit launch` under
-FSDP2. Cold runs read files that are not in the page cache, beside plain reads of the same files; the others read them
-from the page cache. PREPARED is a folder that `kit prepare` made. NAMES: parts of the names of runs, separated by
-semicolons.
+FSDP2. Cold runs read files that are not in the page cache, and plain reads of the same files are timed before and
+after. All other runs read from the page cache. PREPARED is a folder that `kit prepare` made. NAMES: parts of the names
+of runs, separated by semicolons.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from scale import ALL, PACKAGES
 from speed import cluster_here
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kit.checkpoints.inspect import inspect
 from kit.checkpoints.weights import read_headers
@@ -83,7 +83,6 @@ def write_model(folder: Path, family: str, tokenizer: Path) -> None:
     settings = CONFIG_MAPPING[family](**sizes, tie_word_embeddings=False)
     settings.architectures = ["Qwen3MoeForCausalLM" if family == "qwen3_moe" else "LlamaForCausalLM"]
     AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(folder)
-    AutoConfig.from_pretrained(folder)  # readable
     for path in tokenizer.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
 

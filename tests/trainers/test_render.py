@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.config import models
 from kit.config.cluster import Cluster
 from kit.config.recipe import Recipe
 from kit.data.handover import LINE_FILES, TOKEN_FILES, Rows, documents, replies, write
@@ -161,10 +162,31 @@ def test_megatron_says_what_a_model_lacks_for_it(changes, words, smollm2):
         OTHERS["megatron"].check(recipe, Cluster.load("two-node-pcie"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_bias": True}, "not rendered for a model with attention_bias = true"),
+        ({"hidden_act": "gelu"}, 'not rendered for a model with hidden_act = "gelu"'),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "not rendered for rotary embeddings of type yarn"),
+        ({"model_type": "gemma2"}, "rendered for llama, qwen2, qwen3, not for gemma2"),
+    ],
+)
+def test_megatron_is_not_rendered_for_a_model_that_its_flags_would_change(changes, words, smollm2, tmp_path):
+    job = {"tuning.method": "full", "data.loss": "all", "parallel.strategy": "ddp"}
+    recipe = Recipe.load("demo", **job)
+    config = json.loads((Path(models.source(recipe.model.name)) / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(InputError, match=words):
+        OTHERS["megatron"].check(
+            recipe.override(**{"model.name": str(tmp_path / "config.json")}), Cluster.load("two-node-pcie")
+        )
+
+
 def test_indexed_rows_are_the_documents_of_both_splits(prepared, tmp_path):
     counts = write(prepared, Rows.INDEXED, tmp_path / "data")
     for split in ("train", "eval"):
         wanted = [ids for ids, _ in documents(prepared, split)]
-        assert counts[split] == len(wanted)
+        assert counts[split] == (sum(map(len, wanted)) - 1) // prepared.manifest["settings"]["data"]["seq_len"]
         stored = np.fromfile(tmp_path / "data" / f"{split}.bin", dtype=np.uint16)
         assert stored.tolist() == [token for ids in wanted for token in ids]

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,52 @@ from kit.checkpoints.formats.base import Piece, Problem, ProblemKind, TensorErro
 FORMAT = "orbax"
 METADATA = "_METADATA"
 DESCRIPTIONS = (".zarray", "zarr.json")  # of an array, in zarr 2 and 3
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder until its save is complete
 
 
 def read_headers(found: list[Path]) -> Weights:
-    """The arrays of the folder that holds the first of these files, _METADATA, by their names with dots."""
-    folder = found[0].parent
-    files = tuple(sorted(path for path in folder.rglob("*") if path.is_file()))
+    """The arrays of the folders that hold these files, _METADATA, by their names with dots.
+
+    Each folder is an item of a step; where there are several, the names begin with those of their folders.
+    """
+    folders = [path.parent for path in found]
+    files = tuple(sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()))
     if importlib.util.find_spec("tensorstore") is None:
-        message = f"{folder} is Orbax's, which the package tensorstore reads: run `pip install tensorstore`."
+        message = f"{folders[0]} is in Orbax's format. Reading it takes tensorstore: run `pip install tensorstore`."
         return Weights(FORMAT, files, {}, (Problem(ProblemKind.NOT_SUPPORTED, message),))
-    try:
-        tensors = dict(sorted(_arrays(folder)))
-    except Exception as error:  # tensorstore and JSON raise several types for a damaged store
-        reason = str(error).partition("\n")[0]
-        problem = Problem(ProblemKind.DAMAGED_FILE, f"{folder} cannot be read as a checkpoint of Orbax: {reason}")
-        return Weights(FORMAT, files, {}, (problem,))
-    missing = sorted(_listed(folder) - tensors.keys())
-    messages = [f"{folder / METADATA} lists {name}, but there is no such array." for name in missing]
-    return Weights(FORMAT, files, tensors, tuple(Problem(ProblemKind.MISSING_TENSOR, each) for each in messages))
+    tensors: dict[str, TensorInfo] = {}
+    problems: list[Problem] = []
+    for folder in folders:
+        prefix = f"{folder.name}." if len(folders) > 1 else ""
+        try:
+            arrays, listed = dict(sorted(_arrays(folder))), _listed(folder)
+        except Exception as error:  # tensorstore and JSON raise several types for a damaged store
+            reason = str(error).partition("\n")[0]
+            message = f"{folder} cannot be read as a checkpoint of Orbax: {reason}"
+            problems.append(Problem(ProblemKind.DAMAGED_FILE, message))
+            continue
+        tensors |= {prefix + name: array for name, array in arrays.items()}
+        problems += _problems(folder, listed - arrays.keys())
+    return Weights(FORMAT, files, tensors, tuple(problems))
+
+
+def _problems(folder: Path, missing: set[str]) -> Iterator[Problem]:
+    for name in sorted(missing):
+        message = f"The array {name}, which {folder / METADATA} lists, is missing."
+        yield Problem(ProblemKind.MISSING_TENSOR, message)
+    if UNFINISHED in str(folder.absolute()):
+        yield Problem(ProblemKind.UNFINISHED_SAVE, f"Orbax has not completed the save {folder}: take an earlier step.")
 
 
 def pieces(weights: Weights) -> dict[str, list[Piece]]:
     """Raises TensorError: the values are compressed, and only tensorstore or Orbax reads them."""
-    message = f"{folder_of(weights)}: the values are compressed, and kit does not read them; Orbax itself has to."
+    message = f"{folders_of(weights)[0]}: the values are compressed, and kit does not read them. Load them with Orbax."
     raise TensorError(ProblemKind.NOT_SUPPORTED, message)
 
 
-def folder_of(weights: Weights) -> Path:
-    """The folder with _METADATA, which may be inside of that of a step."""
-    return next(path.parent for path in weights.files if path.name == METADATA)
+def folders_of(weights: Weights) -> list[Path]:
+    """The folders with _METADATA, which may be inside of that of a step."""
+    return [path.parent for path in weights.files if path.name == METADATA]
 
 
 def _listed(folder: Path) -> set[str]:

@@ -14,12 +14,13 @@ def load(request: LoadRequest) -> Iterator[Any]:
     import torch
 
     checkpoint, jax = importlib.import_module("orbax.checkpoint"), importlib.import_module("jax")
-    folder = orbax.folder_of(request.weights).absolute()
+    values: list[Any] = []
     with checkpoint.PyTreeCheckpointer() as reader:
-        described = reader.metadata(folder).item_metadata.tree
-        to_numpy = jax.tree.map(lambda _: checkpoint.RestoreArgs(restore_type=np.ndarray), described)
-        restored = reader.restore(folder, restore_args=to_numpy)
-    for value in jax.tree.leaves(restored):
+        for folder in orbax.folders_of(request.weights):
+            described = reader.metadata(folder.absolute()).item_metadata.tree
+            to_numpy = jax.tree.map(lambda _: checkpoint.RestoreArgs(restore_type=np.ndarray), described)
+            values += jax.tree.leaves(reader.restore(folder.absolute(), restore_args=to_numpy))
+    for value in values:
         yield torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
